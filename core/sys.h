@@ -1,0 +1,49 @@
+// The system calls that the core rests on, each with its errors told apart.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "layout.h"
+
+namespace hostcache {
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd() { reset(); }
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+u64 monotonic_ns();
+u64 realtime_ns();
+u64 random_word();
+void boot_id(u8 out[16]);                        // zeros where the kernel does not tell
+std::string read_text(const std::string& path);  // "" where it can not be read
+void sleep_ns(u64 ns);
+
+// Futex of the low half of a lock word: shared between processes, always with a time-out.
+void futex_wait(u32* word, u32 expected, u64 timeout_ns);
+void futex_wake_one(u32* word);
+
+// Open-file-description locks. They live as long as any descriptor *or mapping* made from the
+// description, die with the process, and work across PID namespaces.
+bool ofd_lock(int fd, u64 start, u64 length);
+void ofd_unlock(int fd, u64 start, u64 length);
+// Whether another description holds a lock in the range (length 0: to the end). Only a call that
+// succeeds and says unlocked is death: every error answers true.
+bool ofd_held(int fd, u64 start, u64 length);
+
+inline u32* low_half(u64* word) {
+  return reinterpret_cast<u32*>(word);  // little-endian: the half with the waiters bit
+}
+
+}  // namespace hostcache
