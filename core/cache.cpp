@@ -16,6 +16,9 @@ namespace hostcache {
 
 namespace {
 
+constexpr u64 kCheckBoundNs = 2'000'000'000;
+constexpr u64 kAgainNs = 2'000'000;
+
 Code code_of(Standing standing) {
   return standing == Standing::other_format ? Code::format_mismatch : Code::damaged;
 }
@@ -302,18 +305,23 @@ std::vector<std::string> Cache::check() {
   const Segment& live = s->segment();
   const u64 size = live.geometry().pages_at;
   std::vector<u64> copy(size / 8);  // its memory is touched here, before the lock is taken
-  for (int tries = 0; tries < 50; ++tries) {
+  const u64 until = monotonic_ns() + kCheckBoundNs;
+  do {
     {
       const Session::Guard guard(*s, Session::Guard::Patience::wait);
-      if (!guard) continue;
-      std::memcpy(copy.data(), live.base(), size);
+      if (guard) {
+        std::memcpy(copy.data(), live.base(), size);
+        break;
+      }
     }
-    const Segment still(reinterpret_cast<u8*>(copy.data()), live.geometry());
-    return check_table(still);
-  }
-  throw Error(Code::busy, "the table lock of cache '" + options_.name +
-                              "' could not be had in 1 s; is a process stopped inside it? "
-                              "hostcache stat " + options_.name + " lists the sessions");
+    if (monotonic_ns() > until)
+      throw Error(Code::busy, "the table lock of cache '" + options_.name +
+                                  "' could not be had in 2 s; is a process stopped inside it? "
+                                  "hostcache stat " +
+                                  options_.name + " lists the sessions");
+    sleep_ns(kAgainNs);
+  } while (true);
+  return check_table(Segment(reinterpret_cast<u8*>(copy.data()), live.geometry()));
 }
 
 void Cache::close() {

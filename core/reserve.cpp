@@ -40,6 +40,7 @@ class Reserver {
     epoch_ = epoch;
     const u64 need = std::min<u64>(classify(), room_of_session());
     if (need > 0) make_room(need);
+    lose_keys();
     take(need);
     return std::move(out_);
   }
@@ -160,8 +161,11 @@ class Reserver {
         before = {};
       } else if (state != Became::reserved) {
         before = before_page(page);
+      } else if (page != kNone) {
+        state = Became::pending;  // cleared this very moment: its old page is in the way
+        before = {};
       } else if (full || taken_.size() >= room || number_ == 0 || !txn.room(kRecordsEach) ||
-                 !take_page(txn, i, page, before)) {
+                 !take_page(txn, i, before)) {
         full = true;  // room is given in key order: what is refused is the tail
         state = Became::refused;
         before = {};
@@ -171,8 +175,7 @@ class Reserver {
     if (!taken_.empty()) publish(txn);
   }
 
-  bool take_page(Txn& txn, size_t i, u32 old, Before& before) {
-    if (old != kNone) lose_key(txn, old);
+  bool take_page(Txn& txn, size_t i, Before& before) {
     const u32 page = txn.pop_free();
     Entry& e = s_.entry(page);
     std::copy(std::begin(hashed_[i].key), std::end(hashed_[i].key), std::begin(e.key));
@@ -202,11 +205,22 @@ class Reserver {
   }
 
   // A page of an older epoch, or of a reservation that nobody waits for any more, gives up its
-  // key. It stays what it is until whoever has it lets go, or it is evicted.
-  void lose_key(Txn& txn, u32 page) {
-    index_.erase(txn, page);
-    Entry& e = s_.entry(page);
-    txn.store(e.use, e.use & ~Use::kKeyed);
+  // key. It stays what it is until whoever has it lets go, or it is evicted. In a transaction
+  // before the one that inserts: a slot of the index that this one empties is dead memory only
+  // once it has closed (a rollback would bring the tag back over another's page number).
+  void lose_keys() {
+    Txn txn(s_);
+    for (const Hashed& h : hashed_) {
+      const u32 page = index_.find(h.key, h.hash);
+      if (page == kNone) continue;
+      Entry& e = s_.entry(page);
+      const bool current = s_.current(e, e.use);
+      if (current && Use::state(e.use) == PageState::ready) continue;
+      if (current && holds_.worth_waiting(e.hold, now_, bound_)) continue;
+      if (!txn.room(kRecordsEach)) txn.next();
+      index_.erase(txn, page);
+      txn.store(e.use, e.use & ~Use::kKeyed);
+    }
   }
 
   void publish(Txn& txn) {

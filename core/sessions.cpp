@@ -16,6 +16,8 @@ namespace hostcache {
 namespace {
 
 constexpr u64 kJoinBoundNs = 2'000'000'000;
+constexpr u64 kAgainNs = 2'000'000;
+constexpr u64 kLeaveBoundNs = 1'000'000'000;
 
 // Through the description that holds the liveness lock one memory page is mapped and nothing
 // else: the mapping keeps a live session alive when foreign code closes all descriptors, and a
@@ -161,8 +163,15 @@ void Session::let_go(Identity& me, bool swept) const {
 
 void Session::leave() {
   if (!ours() || left_.exchange(true)) return;
+  // From here on no thread of ours begins a piece of work. Letting the byte go while one is inside
+  // would make a living holder read as dead, so a thread that does not come out keeps the session.
+  const u64 until = monotonic_ns() + kLeaveBoundNs;
+  while (inside_ != 0) {
+    if (monotonic_ns() > until) return;
+    sleep_ns(kAgainNs / 20);
+  }
   bool swept = false;
-  if (Guard guard(*this, Guard::Patience::wait); guard && !has_pending()) {
+  if (Guard guard(*this, Guard::Patience::leave); guard && !has_pending()) {
     swept = true;
     for (const auto& me : identities_) {
       Txn txn(s_);
@@ -195,7 +204,10 @@ bool Session::renew() {
 }
 
 Session::Guard::Guard(Session& session, Patience patience) : session_(session) {
-  const u64 deadline = patience == Patience::wait ? monotonic_ns() + kLockBoundNs : 0;
+  // Counted before `left_` is looked at: leave() sets that first and then looks at the count.
+  ++session_.inside_;
+  if (session_.left_ && patience != Patience::leave) return;
+  const u64 deadline = patience == Patience::try_once ? 0 : monotonic_ns() + kLockBoundNs;
   for (int tries = 0; tries < 2 && !held_; ++tries) {
     {
       const std::lock_guard one(session_.identities_mutex_);
@@ -206,7 +218,7 @@ Session::Guard::Guard(Session& session, Patience patience) : session_(session) {
     if (got != Acquired::owner_died || deadline == 0 || !session_.renew()) break;
   }
   if (!held_) {
-    if (patience == Patience::wait) session_.count(Counter::lock_timeouts);
+    if (deadline != 0) session_.count(Counter::lock_timeouts);
     return;
   }
   session_.name_namespace(*me_);
@@ -231,6 +243,7 @@ void Session::name_namespace(const Identity& me) {
 
 Session::Guard::~Guard() {
   if (held_) session_.lock_.release(*me_);
+  --session_.inside_;
 }
 
 void Session::make(Op& op) {
@@ -372,7 +385,10 @@ void Session::join_namespace(const u8 digest[32], const std::string& label) {
   const u64 until = monotonic_ns() + kJoinBoundNs;
   do {
     const Guard guard(*this, Guard::Patience::wait);
-    if (!guard) continue;
+    if (!guard) {
+      sleep_ns(kAgainNs);
+      continue;
+    }
     if (claim_namespace(digest, label)) return;
     throw Error(Code::no_room, "cache '" + map_->name() + "' has " +
                                    std::to_string(s_.geometry().namespace_count - 1) +

@@ -50,7 +50,7 @@ class Session {
   // The table lock for one piece of work, after what was left over from earlier calls.
   class Guard {
    public:
-    enum class Patience { wait, try_once };
+    enum class Patience { wait, try_once, leave };
     Guard(Session& session, Patience patience);
     ~Guard();
     Guard(const Guard&) = delete;
@@ -128,6 +128,7 @@ class Session {
   std::vector<std::unique_ptr<Identity>> identities_;
   std::recursive_mutex identities_mutex_;  // a renewal sweeps, and so takes the lock
   std::atomic<bool> left_{false};
+  std::atomic<int> inside_{0};  // threads at or under the table lock
   std::mutex pending_mutex_;
   std::deque<std::shared_ptr<Op>> pending_;
 };

@@ -143,9 +143,7 @@ def compare(cold: dict[str, Any], warm: dict[str, Any], plain: dict[str, Any]) -
         "identical": first is None,
         "first_difference": first,
         "margin_at_difference": None if first is None else float(margins[first]),
-        "max_logit_difference": float(
-            np.abs(ours - theirs, where=finite, out=np.zeros_like(ours)).max()
-        ),
+        "max_logit_difference": float(np.abs(ours[finite] - theirs[finite]).max()),
         "smallest_margin": float(margins.min()),
         "answer_tokens": len(plain["tokens"]),
         "cold_answer": cold["answer"],

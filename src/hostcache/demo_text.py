@@ -10,8 +10,8 @@ from collections.abc import Iterator
 DAYS = 63
 
 QUESTIONS = (
-    "Which rule of the manual speaks of fog, and what does it ask for?",
-    "What must the keeper do when the lamp smokes?",
+    "What happens in fog?",
+    "What does the keeper do when the lamp smokes?",
 )
 
 _RULES = (
@@ -72,10 +72,10 @@ class _Dice:
 
 
 def document(days: int = DAYS, seed: int = 1) -> str:
-    """Some rules and `days` entries of the day book; other seeds give other days."""
-    rules = "\n".join(f"Rule {i}. {rule}" for i, rule in enumerate(_RULES, start=1))
+    """`days` entries of the day book, then the rules; other seeds give other days."""
     entries = "\n".join(_entries(days, _Dice(seed)))
-    return f"The keeper's manual of Brackwater Light\n\n{rules}\n\nThe day book\n\n{entries}"
+    rules = "\n".join(f"Rule {i}. {rule}" for i, rule in enumerate(_RULES, start=1))
+    return f"Brackwater Light: the day book\n\n{entries}\n\nThe keeper's rules\n\n{rules}"
 
 
 def _entries(days: int, dice: _Dice) -> Iterator[str]:
@@ -100,4 +100,4 @@ def _entries(days: int, dice: _Dice) -> Iterator[str]:
 
 def prompt(text: str, question: str) -> str:
     """The document first and the question last, so that questions share the document."""
-    return f"{text}\n\nQuestion: {question} Answer in one sentence."
+    return f"{text}\n\nAnswer by the rules: {question}"

@@ -696,7 +696,7 @@ def test_a_failing_cache_costs_reuse_and_not_the_answer(
 
 def test_without_its_cache_the_model_runs_and_says_why(model: Any, root: str) -> None:
     ids = prompt(40)
-    with CachedModel(model, "huge", page_tokens=PAGE, capacity="900TiB", root=root) as huge:
+    with CachedModel(model, "huge", page_tokens=PAGE, capacity="4TiB", root=root) as huge:
         assert huge.cache is None
         tokens, call = answer(huge, ids)
         assert tokens == plain(model, ids)

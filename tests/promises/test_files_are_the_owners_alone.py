@@ -179,7 +179,6 @@ def test_a_copy_is_no_other_caches_pages(root: str) -> None:
         assert cache.info["path"] == str(copy)
 
 
-@pytest.mark.portable
 def test_flips_in_header_and_table_are_found(root: str) -> None:
     """Never a crash and never another key's bytes: an error, or a miss."""
     keys = keys_of("a", 4)

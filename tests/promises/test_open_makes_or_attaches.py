@@ -197,7 +197,6 @@ def test_on_a_small_tmpfs(root: str, size: str, code: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.portable
 def test_a_root_on_a_disk_is_refused(tmp_path: Path) -> None:
     command = ["stat", "--file-system", "--format=%T", str(tmp_path)]
     if subprocess.run(command, capture_output=True, text=True, check=True).stdout == "tmpfs\n":

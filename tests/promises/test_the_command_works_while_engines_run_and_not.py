@@ -81,7 +81,6 @@ def idle(root: str) -> str:
     return "chat"
 
 
-@pytest.mark.portable
 def test_ls_lists_caches(root: str, run: Run) -> None:
     assert output(run("ls")) == "no caches\n"
     hc.KvCache.open("b", hc.PageFormat("1MiB", 64), "4MiB", root=root).close()
@@ -99,7 +98,6 @@ def test_ls_lists_caches(root: str, run: Run) -> None:
     assert len({line.index(word) for line, word in columns}) == 1
 
 
-@pytest.mark.portable
 @pytest.mark.parametrize("living", [True, False])
 def test_stat_shows_the_same_with_and_without_engines(
     root: str, run: Run, idle: str, start_child: Callable[[], Child], living: bool
@@ -201,7 +199,6 @@ def test_clear_forgets_what_is_named(root: str, run_here: Run, idle: str, living
         session.close()
 
 
-@pytest.mark.portable
 def test_rm_refuses_while_sessions_live_unless_forced(root: str, run: Run, idle: str) -> None:
     session = hc.KvCache.attach(idle, root=root)
     assert "8 -> 4" in output(run("clear", idle, "--namespace", namespace("b").label))
