@@ -7,6 +7,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstring>
 
 #include "cache.h"
@@ -21,7 +24,44 @@ namespace {
 
 using KeyArray = nb::ndarray<const u8, nb::shape<-1, kKeyBytes>, nb::c_contig, nb::device::cpu>;
 using IntArray = nb::ndarray<const int, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// Without the GIL. A daemon thread that comes back for it while the interpreter ends would be
+// unwound through C++ and end the process, so none is let out once the end has begun, and
+// shutdown() waits for those who are.
+std::atomic<bool> ending{false};
+std::atomic<int> outside{0};
+
+class Outside {
+ public:
+  Outside() {
+    if (ending)
+      throw Error(Code::lease_ended, "the interpreter is exiting: its caches are closed");
+    ++outside;
+    state_ = PyEval_SaveThread();
+  }
+  ~Outside() {
+    PyEval_RestoreThread(state_);
+    --outside;
+  }
+  Outside(const Outside&) = delete;
+  Outside& operator=(const Outside&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+using Unlocked = nb::call_guard<Outside>;
+
+void shut_down() {
+  constexpr int kPatienceMs = 2000;  // beyond every bound of a call but those of open
+  if (ending.exchange(true)) return;
+  Keeper::announce_end();  // those who wait for keys come back
+  for (int ms = 0; outside != 0 && ms < kPatienceMs; ++ms) {
+    const nb::gil_scoped_release unlocked;
+    sleep_ns(1'000'000);
+  }
+  const nb::gil_scoped_release unlocked;
+  Keeper::shutdown();
+}
 
 Keys keys_of(const KeyArray& array) { return {array.data(), array.shape(0)}; }
 
@@ -94,8 +134,17 @@ nb::object view_page(const PyHold& hold, Py_ssize_t i) {
   return nb::steal(PyMemoryView_FromObject(view.ptr()));
 }
 
+// Every end may come twice, also after the interpreter's own.
+template <class End>
+void end_quietly(End end) {
+  if (ending) return;
+  const Outside unlocked;
+  end();
+}
+
 int finish_hold(const PyHold& hold, bool ok, long long count) {
-  const nb::gil_scoped_release unlocked;
+  if (ending && !ok) return 0;
+  const Outside unlocked;
   const long long most = kMaxHoldPages;
   return static_cast<int>(
       hold.handle->finish(ok, static_cast<u32>(count < 0 || count > most ? most : count)));
@@ -126,7 +175,7 @@ PyCache open_cache(const std::string& root, const std::string& name, const std::
     throw Error(Code::bad_value, "page_bytes is 0; a page has at least one byte");
   // The callback is a Python object: its copies come and go under the GIL only.
   const Progress kept = options.progress;
-  const nb::gil_scoped_release unlocked;
+  const Outside unlocked;
   return {Cache::open(std::move(options))};
 }
 
@@ -155,7 +204,7 @@ nb::dict info_of(const PyCache& self) {
 nb::tuple lookup(const PyCache& self, const KeyArray& keys, u32 parts, bool gaps) {
   Lookup out;
   {
-    const nb::gil_scoped_release unlocked;
+    const Outside unlocked;
     out = self.cache->lookup(keys_of(keys), parts, gaps);
   }
   return nb::make_tuple(self.wrap(std::move(out.hold)), numpy_array(out.pages.data(), out.pages.size()),
@@ -177,7 +226,7 @@ nb::tuple reserve(const PyCache& self, const KeyArray& keys, const std::optional
   request.parts = parts;
   Reserved out;
   {
-    const nb::gil_scoped_release unlocked;
+    const Outside unlocked;
     out = self.cache->reserve(request);
   }
   return nb::make_tuple(self.wrap(std::move(out.hold)), numpy_array(out.pages.data(), out.pages.size()),
@@ -188,14 +237,14 @@ nb::object claim(const PyCache& self, const nb::bytes& token, u32 part) {
   const std::string bytes(token.c_str(), token.size());
   std::shared_ptr<Handle> handle;
   {
-    const nb::gil_scoped_release unlocked;
+    const Outside unlocked;
     handle = self.cache->claim(bytes, part);
   }
   return self.wrap(std::move(handle));
 }
 
 size_t wait_for(const PyCache& self, const KeyArray& keys, double timeout_s) {
-  const nb::gil_scoped_release unlocked;
+  const Outside unlocked;
   return self.cache->wait(keys_of(keys), timeout_s, [] {
     const nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -252,7 +301,7 @@ nb::list list_of(const std::vector<SlotInfo>& infos) {
 
 template <class Ask>
 auto unlocked(Ask ask) {
-  const nb::gil_scoped_release released;
+  const Outside released;
   return ask();
 }
 
@@ -297,7 +346,7 @@ void bind_hold(nb::module_& m) {
       .def_prop_ro("ended", [](const PyHold& h) { return h.handle->ended(); })
       .def("view", &view_page, "i"_a)
       .def("finish", &finish_hold, "ok"_a, "count"_a = -1)
-      .def("end", [](const PyHold& h) { h.handle->end(); }, Unlocked())
+      .def("end", [](const PyHold& h) { end_quietly([&] { h.handle->end(); }); })
       .def("token", [](const PyHold& h) { return bytes_of(h.handle->token()); });
 }
 
@@ -335,7 +384,7 @@ void bind_cache(nb::module_& m) {
       })
       .def("check", [](const PyCache& c) { return unlocked([&] { return c.cache->check(); }); })
       .def("sweep", [](const PyCache& c) { return c.cache->sweep(); }, Unlocked())
-      .def("close", [](const PyCache& c) { c.cache->close(); }, Unlocked());
+      .def("close", [](const PyCache& c) { end_quietly([&] { c.cache->close(); }); });
 }
 
 }  // namespace
@@ -350,5 +399,6 @@ NB_MODULE(_core, m) {
   m.def("inspect", &inspect_at, "root"_a, "name"_a, "any_filesystem"_a = false);
   m.def("names", &list_names, "root"_a, Unlocked());
   m.def("remove", &remove_name, "root"_a, "name"_a, "force"_a, "any_filesystem"_a = false, Unlocked());
-  m.def("shutdown", &Keeper::shutdown, Unlocked());
+  m.def("shutdown", &shut_down);
+  pthread_atfork(nullptr, nullptr, [] { outside = 0; });  // those threads are not in the child
 }

@@ -246,7 +246,7 @@ size_t Cache::wait(Keys keys, double timeout_s, const std::function<bool()>& int
     // Seen after the match: what became ready in between is not pending, and is matched again.
     if (!s->index().pending(key, hash_key(key))) return match_in(*s, keys);
     const u64 t = monotonic_ns();
-    if (t >= until) return ready;
+    if (t >= until || Keeper::ending()) return ready;
     if (t - asked > kAskEveryNs) {
       asked = t;
       s->sweep();  // its writer may be gone

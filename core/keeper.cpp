@@ -20,6 +20,7 @@ constexpr milliseconds kIdleTick{500};
 constexpr int kTicksPerSweep = 4;  // of idle ones: a death outside the lock is noticed by nobody
 
 std::atomic<u32> generation{0};
+std::atomic<bool> end_announced{false};
 
 // Never destroyed: finalisers may come after static destruction. A forked child starts with a
 // fresh one, since the parent's thread and whatever it held are not there.
@@ -112,6 +113,9 @@ void Keeper::add(const std::shared_ptr<Session>& session) {
     start_thread();
   }
 }
+
+void Keeper::announce_end() { end_announced = true; }
+bool Keeper::ending() { return end_announced; }
 
 void Keeper::wake() {
   prepare();

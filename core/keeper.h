@@ -12,6 +12,8 @@ class Keeper {
  public:
   static void add(const std::shared_ptr<Session>& session);  // starts the thread
   static void wake();      // something waits for the lock
+  static void announce_end();  // of the process: waits return at once
+  static bool ending();
   static void shutdown();  // ends every session, joins the thread; add() starts it again
 };
 

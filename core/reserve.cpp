@@ -40,7 +40,7 @@ class Reserver {
     epoch_ = epoch;
     const u64 need = std::min<u64>(classify(), room_of_session());
     if (need > 0) make_room(need);
-    lose_keys();
+    if (void_keys_) lose_keys();
     take(need);
     return std::move(out_);
   }
@@ -80,6 +80,7 @@ class Reserver {
       u32 page = kNone;
       const Became state = state_of(i, &page);
       need += state == Became::reserved;
+      void_keys_ = void_keys_ || (state == Became::reserved && page != kNone);
       const bool ready = state == Became::present;
       if (run_end != kNone && (!ready || s_.entry(page).parent != run_end)) kept_.add(run_end);
       run_end = ready ? page : kNone;
@@ -254,6 +255,7 @@ class Reserver {
   u64 max_reserved_;
   u32 epoch_ = 0;
   u64 number_ = 0;
+  bool void_keys_ = false;  // some key leads to a page that nobody can find or waits for
   std::vector<Hashed> hashed_;
   std::vector<u32> taken_;
   Before heir_of_;

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,15 @@ def press(cache: hc.KvCache, name: str = "pressure") -> None:
 
 
 def unheld(cache: hc.KvCache) -> bool:
-    """Whether nobody holds a page."""
-    stats = cache.stats()
-    return stats.pinned == 0 and stats.reserved == 0
+    """Whether nobody holds a page. What a finaliser could not give back at once (it tries the lock
+    once) is given back by its session's timer, so this waits for it, with a bound.
+    """
+    for _ in range(500):
+        stats = cache.stats()
+        if stats.pinned == 0 and stats.reserved == 0:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 _SERVER = """

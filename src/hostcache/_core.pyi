@@ -104,6 +104,7 @@ class Cache:
         namespace: bytes | None = None,
         label: str = "",
         max_reserved: int = 0,
+        pending_bound_s: float = 5.0,  # a key reserved longer ago may be reserved anew
         any_filesystem: bool = False,
         progress: Callable[[int, int], Any] | None = None,  # bytes made, bytes in all
     ) -> Cache: ...
@@ -138,7 +139,7 @@ class Cache:
     ) -> tuple[Hold | None, NDArray[np.int32], NDArray[np.uint8]]:
         """(hold, page of each key or -1, what became of each key).
 
-        0 reserved, 1 present (ready already, or named twice), 2 pending, 3 refused. `hold.pages`
+        0 reserved, 1 present (ready already), 2 pending (another's, or named twice), 3 refused. `hold.pages`
         are the reserved ones in key order.
         """
     def claim(self, token: bytes, part: int) -> Hold | None: ...

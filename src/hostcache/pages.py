@@ -208,8 +208,9 @@ class Reservation(_Held):
     """Pages being written, seen by nobody else until `commit()`: `keys[i]`, `pages[i]` and
     `view(i)` are one page.
 
-    `present` names the keys that needed no page: ready already, or named twice. `pending` ones
-    are being written by others (`wait` for them), `refused` ones found no room.
+    `present` names the keys that are ready already. `pending` ones are being written, by others
+    (`wait` for them) or in this very call, where they were named twice. `refused` ones found no
+    room.
     """
 
     __slots__ = ("_keys", "_pending", "_present", "_refused")
@@ -238,12 +239,12 @@ class Reservation(_Held):
 
     @property
     def present(self) -> KeyList:
-        """Keys that are ready already, or stand earlier in the same call."""
+        """Keys that are ready already."""
         return self._present
 
     @property
     def pending(self) -> KeyList:
-        """Keys that somebody else is writing now."""
+        """Keys that are being written now: by others, or named twice in this call."""
         return self._pending
 
     @property

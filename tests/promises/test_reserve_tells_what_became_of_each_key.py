@@ -68,7 +68,7 @@ def test_a_key_named_twice_gets_one_page(cache: hc.KvCache) -> None:
     first, second, third = keys_of("a", 3)
     with cache.reserve([bytes(k) for k in (first, second, first, third, first)]) as reservation:
         assert [bytes(k) for k in reservation.keys] == [bytes(k) for k in (first, second, third)]
-        assert reservation.present == [bytes(first)] * 2
+        assert reservation.pending == [bytes(first)] * 2
         assert reservation.commit() == 3
 
 
