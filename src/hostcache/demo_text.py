@@ -10,8 +10,8 @@ from collections.abc import Iterator
 DAYS = 63
 
 QUESTIONS = (
-    "What happens in fog?",
-    "What does the keeper do when the lamp smokes?",
+    "What is this document about?",
+    "Which rules must the keeper follow?",
 )
 
 _RULES = (
@@ -100,4 +100,4 @@ def _entries(days: int, dice: _Dice) -> Iterator[str]:
 
 def prompt(text: str, question: str) -> str:
     """The document first and the question last, so that questions share the document."""
-    return f"{text}\n\nAnswer by the rules: {question}"
+    return f"{text}\n\n{question}"
