@@ -34,8 +34,7 @@ std::atomic<int> outside{0};
 class Outside {
  public:
   Outside() {
-    if (ending)
-      throw Error(Code::lease_ended, "the interpreter is exiting: its caches are closed");
+    if (ending) throw Error(Code::lease_ended, "the interpreter is exiting: its caches are closed");
     ++outside;
     state_ = PyEval_SaveThread();
   }
@@ -76,13 +75,14 @@ nb::object numpy_array(const T* data, size_t count) {
 nb::bytes bytes_of(const std::string& s) { return nb::bytes(s.data(), s.size()); }
 
 void translate(const std::exception_ptr& p, void*) {
-  constexpr const char* kNames[] = {"BadValue",       "Busy",       "CacheExists", "CacheNotFound",
-                                    "Damaged",        "FormatMismatch", "LeaseEnded", "NoRoom",
-                                    "NotAllowed",     "Unsupported", "HostCacheError"};
+  constexpr const char* kNames[] = {
+      "BadValue",   "Busy",   "CacheExists", "CacheNotFound", "Damaged",       "FormatMismatch",
+      "LeaseEnded", "NoRoom", "NotAllowed",  "Unsupported",   "HostCacheError"};
   try {
     std::rethrow_exception(p);
   } catch (const Error& e) {
-    nb::object type = nb::module_::import_("hostcache.errors").attr(kNames[static_cast<int>(e.code())]);
+    nb::object type =
+        nb::module_::import_("hostcache.errors").attr(kNames[static_cast<int>(e.code())]);
     PyErr_SetString(type.ptr(), e.what());
   }
 }
@@ -109,7 +109,8 @@ class PageView {
 int get_buffer(PyObject* self, Py_buffer* buffer, int flags) {
   return nb::inst_ptr<PageView>(nb::handle(self))->fill(buffer, self, flags);
 }
-PyType_Slot page_view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+PyType_Slot page_view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                                 {0, nullptr}};
 
 // A hold as Python has it; the page size is the segment's.
 struct PyHold {
@@ -163,14 +164,16 @@ PyCache open_cache(const std::string& root, const std::string& name, const std::
                    const std::optional<nb::bytes>& digest, const std::string& label,
                    u64 max_reserved, double pending_bound_s, bool any_filesystem,
                    const nb::object& progress) {
-  OpenOptions options{root,         name, mode, {page_bytes, page_tokens, page_count, std::move(fragments)},
-                      std::nullopt, label, max_reserved, pending_bound_s, any_filesystem,
-                      progress_of(progress)};
+  OpenOptions options{root,           name,
+                      mode,           {page_bytes, page_tokens, page_count, std::move(fragments)},
+                      std::nullopt,   label,
+                      max_reserved,   pending_bound_s,
+                      any_filesystem, progress_of(progress)};
   if (page_bytes != 0 && options.shape.fragments.empty()) options.shape.fragments = {page_bytes};
   if (digest.has_value()) options.digest = std::string(digest->c_str(), digest->size());
   if (options.digest.has_value() && options.digest->size() != 32)
-    throw Error(Code::bad_value, "a namespace digest has 32 bytes, not " +
-                                     std::to_string(options.digest->size()));
+    throw Error(Code::bad_value,
+                "a namespace digest has 32 bytes, not " + std::to_string(options.digest->size()));
   if (mode != "attach" && page_bytes == 0)
     throw Error(Code::bad_value, "page_bytes is 0; a page has at least one byte");
   // The callback is a Python object: its copies come and go under the GIL only.
@@ -207,8 +210,9 @@ nb::tuple lookup(const PyCache& self, const KeyArray& keys, u32 parts, bool gaps
     const Outside unlocked;
     out = self.cache->lookup(keys_of(keys), parts, gaps);
   }
-  return nb::make_tuple(self.wrap(std::move(out.hold)), numpy_array(out.pages.data(), out.pages.size()),
-                        out.run, static_cast<int>(out.parent), out.parent_version, out.epoch);
+  return nb::make_tuple(self.wrap(std::move(out.hold)),
+                        numpy_array(out.pages.data(), out.pages.size()), out.run,
+                        static_cast<int>(out.parent), out.parent_version, out.epoch);
 }
 
 nb::tuple reserve(const PyCache& self, const KeyArray& keys, const std::optional<IntArray>& starts,
@@ -216,8 +220,7 @@ nb::tuple reserve(const PyCache& self, const KeyArray& keys, const std::optional
                   const std::optional<KeyArray>& after, u32 parts) {
   ReserveRequest request;
   request.keys = keys_of(keys);
-  if (starts.has_value())
-    request.starts.assign(starts->data(), starts->data() + starts->shape(0));
+  if (starts.has_value()) request.starts.assign(starts->data(), starts->data() + starts->shape(0));
   request.linked = linked;
   if (epoch >= 0) request.epoch = static_cast<u32>(epoch);
   request.parent = static_cast<u32>(parent_page);
@@ -229,7 +232,8 @@ nb::tuple reserve(const PyCache& self, const KeyArray& keys, const std::optional
     const Outside unlocked;
     out = self.cache->reserve(request);
   }
-  return nb::make_tuple(self.wrap(std::move(out.hold)), numpy_array(out.pages.data(), out.pages.size()),
+  return nb::make_tuple(self.wrap(std::move(out.hold)),
+                        numpy_array(out.pages.data(), out.pages.size()),
                         numpy_array(out.became.data(), out.became.size()));
 }
 
@@ -273,7 +277,8 @@ nb::list list_of(const std::vector<NamespaceInfo>& infos) {
     nb::dict d;
     d["number"] = i.number;
     d["digest"] = bytes_of(i.digest);
-    d["label"] = nb::steal(PyUnicode_DecodeUTF8(i.label.data(), static_cast<Py_ssize_t>(i.label.size()), "replace"));
+    d["label"] = nb::steal(
+        PyUnicode_DecodeUTF8(i.label.data(), static_cast<Py_ssize_t>(i.label.size()), "replace"));
     d["epoch"] = i.epoch;
     d["ready_pages"] = i.ready_pages;
     out.append(d);
@@ -287,7 +292,8 @@ nb::list list_of(const std::vector<SlotInfo>& infos) {
     nb::dict d;
     d["session"] = i.session;
     d["pid"] = i.pid;
-    d["command"] = nb::steal(PyUnicode_DecodeUTF8(i.command.data(), static_cast<Py_ssize_t>(i.command.size()), "replace"));
+    d["command"] = nb::steal(PyUnicode_DecodeUTF8(
+        i.command.data(), static_cast<Py_ssize_t>(i.command.size()), "replace"));
     d["opened_s"] = i.opened_s;
     d["namespace"] = i.ns;
     d["alive"] = i.alive;
@@ -334,15 +340,17 @@ void bind_hold(nb::module_& m) {
   nb::class_<PageView>(m, "PageView", nb::type_slots(page_view_slots));
   nb::class_<PyHold>(m, "Hold")
       .def_prop_ro("number", [](const PyHold& h) { return h.handle->what().number; })
-      .def_prop_ro("kind", [](const PyHold& h) {
-        return h.handle->what().kind == HoldKind::read ? "read" : "write";
-      })
+      .def_prop_ro("kind",
+                   [](const PyHold& h) {
+                     return h.handle->what().kind == HoldKind::read ? "read" : "write";
+                   })
       .def_prop_ro("parts", [](const PyHold& h) { return h.handle->what().parts; })
       .def_prop_ro("part", [](const PyHold& h) { return h.handle->what().part; })
-      .def_prop_ro("pages", [](const PyHold& h) {
-        const auto& pages = h.handle->what().pages;
-        return numpy_array(reinterpret_cast<const int*>(pages.data()), pages.size());
-      })
+      .def_prop_ro("pages",
+                   [](const PyHold& h) {
+                     const auto& pages = h.handle->what().pages;
+                     return numpy_array(reinterpret_cast<const int*>(pages.data()), pages.size());
+                   })
       .def_prop_ro("ended", [](const PyHold& h) { return h.handle->ended(); })
       .def("view", &view_page, "i"_a)
       .def("finish", &finish_hold, "ok"_a, "count"_a = -1)
@@ -355,35 +363,43 @@ void bind_cache(nb::module_& m) {
       .def_static("open", &open_cache, "root"_a, "name"_a, "mode"_a, "page_bytes"_a = 0,
                   "page_tokens"_a = 0, "fragments"_a = std::vector<u64>{}, "page_count"_a = 0,
                   "namespace"_a = nb::none(), "label"_a = "", "max_reserved"_a = 0,
-                  "pending_bound_s"_a = 5.0, "any_filesystem"_a = false,
-                  "progress"_a = nb::none())
+                  "pending_bound_s"_a = 5.0, "any_filesystem"_a = false, "progress"_a = nb::none())
       .def_prop_ro("info", &info_of)
       .def_prop_ro("epoch", [](const PyCache& c) { return c.cache->epoch(); })
       .def_prop_ro("orphaned", [](const PyCache& c) { return c.cache->orphaned(); })
       .def_prop_ro("closed", [](const PyCache& c) { return c.cache->closed(); })
-      .def("match", [](const PyCache& c, const KeyArray& k) {
-        return unlocked([&] { return c.cache->match(keys_of(k)); });
-      }, "keys"_a)
+      .def(
+          "match",
+          [](const PyCache& c, const KeyArray& k) {
+            return unlocked([&] { return c.cache->match(keys_of(k)); });
+          },
+          "keys"_a)
       .def("lookup", &lookup, "keys"_a, "parts"_a = 0, "gaps"_a = false)
       .def("reserve", &reserve, "keys"_a, "starts"_a = nb::none(), "linked"_a = true,
            "epoch"_a = -1, "parent_page"_a = -1, "parent_version"_a = 0, "after"_a = nb::none(),
            "parts"_a = 0)
       .def("claim", &claim, "token"_a, "part"_a)
       .def("wait", &wait_for, "keys"_a, "timeout_s"_a)
-      .def("clear", [](const PyCache& c, bool all) { c.cache->clear(all); }, "everything"_a, Unlocked())
-      .def("clear_namespace", [](const PyCache& c, u32 n) { c.cache->clear_namespace(n); },
-           "number"_a, Unlocked())
-      .def("stats", [](const PyCache& c, bool pinned) {
-        return dict_of(unlocked([&] { return c.cache->stats(pinned); }));
-      }, "count_pinned"_a = true)
-      .def("sessions", [](const PyCache& c) {
-        return list_of(unlocked([&] { return c.cache->sessions(); }));
-      })
-      .def("namespaces", [](const PyCache& c) {
-        return list_of(unlocked([&] { return c.cache->namespaces(); }));
-      })
+      .def(
+          "clear", [](const PyCache& c, bool all) { c.cache->clear(all); }, "everything"_a,
+          Unlocked())
+      .def(
+          "clear_namespace", [](const PyCache& c, u32 n) { c.cache->clear_namespace(n); },
+          "number"_a, Unlocked())
+      .def(
+          "stats",
+          [](const PyCache& c, bool pinned) {
+            return dict_of(unlocked([&] { return c.cache->stats(pinned); }));
+          },
+          "count_pinned"_a = true)
+      .def("sessions",
+           [](const PyCache& c) { return list_of(unlocked([&] { return c.cache->sessions(); })); })
+      .def(
+          "namespaces",
+          [](const PyCache& c) { return list_of(unlocked([&] { return c.cache->namespaces(); })); })
       .def("check", [](const PyCache& c) { return unlocked([&] { return c.cache->check(); }); })
-      .def("sweep", [](const PyCache& c) { return c.cache->sweep(); }, Unlocked())
+      .def(
+          "sweep", [](const PyCache& c) { return c.cache->sweep(); }, Unlocked())
       .def("close", [](const PyCache& c) { end_quietly([&] { c.cache->close(); }); });
 }
 
@@ -398,7 +414,8 @@ NB_MODULE(_core, m) {
   m.def("peek", &peek_at, "root"_a, "name"_a, "any_filesystem"_a = false);
   m.def("inspect", &inspect_at, "root"_a, "name"_a, "any_filesystem"_a = false);
   m.def("names", &list_names, "root"_a, Unlocked());
-  m.def("remove", &remove_name, "root"_a, "name"_a, "force"_a, "any_filesystem"_a = false, Unlocked());
+  m.def("remove", &remove_name, "root"_a, "name"_a, "force"_a, "any_filesystem"_a = false,
+        Unlocked());
   m.def("shutdown", &shut_down);
   pthread_atfork(nullptr, nullptr, [] { outside = 0; });  // those threads are not in the child
 }

@@ -148,8 +148,9 @@ void Cache::attach_or_make() {
     session_->sweep();
     return;
   }
-  throw Error(Code::busy, "cache '" + options_.name + "' was removed and made again 100 times "
-                          "while this process attached to it");
+  throw Error(Code::busy, "cache '" + options_.name +
+                              "' was removed and made again 100 times "
+                              "while this process attached to it");
 }
 
 std::shared_ptr<Cache> Cache::open(OpenOptions options) {
@@ -219,12 +220,15 @@ std::shared_ptr<Handle> Cache::claim(const std::string& bytes, u32 part) {
   if (token.random != map_->random()) return nullptr;  // of another segment
   for (const u32 page : token.pages)
     if (page >= map_->segment().geometry().page_count && page != kNone) return nullptr;
-  Handle::What what{token.number, token.kind, token.parts, static_cast<int>(part), s->id(),
-                    check_pages(token.pages), token.pages};
+  Handle::What what{token.number, token.kind,
+                    token.parts,  static_cast<int>(part),
+                    s->id(),      check_pages(token.pages),
+                    token.pages};
   const Session::Guard guard(*s, Session::Guard::Patience::wait);
   if (!guard) return nullptr;
   Txn txn(s->segment());
-  if (!s->holds().claim(txn, what.number, what.kind, what.parts, what.pages_check, part, what.session))
+  if (!s->holds().claim(txn, what.number, what.kind, what.parts, what.pages_check, part,
+                        what.session))
     return nullptr;
   txn.close();
   return Handle::make(s, std::move(what));
@@ -234,7 +238,8 @@ size_t Cache::wait(Keys keys, double timeout_s, const std::function<bool()>& int
   constexpr u64 kLongestNapNs = 2'000'000;
   constexpr u64 kAskEveryNs = 50'000'000;
   const u64 now = monotonic_ns();
-  const u64 until = timeout_s >= 1e9 ? ~u64{0} : now + static_cast<u64>(std::max(timeout_s, 0.0) * 1e9);
+  const u64 until =
+      timeout_s >= 1e9 ? ~u64{0} : now + static_cast<u64>(std::max(timeout_s, 0.0) * 1e9);
   u64 nap = 50'000;
   u64 asked = now;
   for (;;) {
@@ -276,15 +281,17 @@ void Cache::raise_epoch(u64& word) {
 
 void Cache::clear(bool everything) {
   const auto s = session();
-  if (everything || s->ns() == 0) raise_epoch(s->segment().control().epoch);
-  else raise_epoch(s->segment().ns(s->ns()).epoch);
+  if (everything || s->ns() == 0)
+    raise_epoch(s->segment().control().epoch);
+  else
+    raise_epoch(s->segment().ns(s->ns()).epoch);
 }
 
 void Cache::clear_namespace(u32 number) {
   const auto s = session();
   if (number >= s->segment().geometry().namespace_count || s->segment().ns(number).used == 0)
-    throw Error(Code::bad_value, "cache '" + options_.name + "' has no namespace " +
-                                     std::to_string(number));
+    throw Error(Code::bad_value,
+                "cache '" + options_.name + "' has no namespace " + std::to_string(number));
   raise_epoch(s->segment().ns(number).epoch);
 }
 
@@ -295,9 +302,7 @@ Stats Cache::stats(bool count_pinned) {
   return count_stats(s->segment(), count_pinned);
 }
 
-std::vector<SlotInfo> Cache::sessions() {
-  return list_sessions(session()->segment(), map_->fd());
-}
+std::vector<SlotInfo> Cache::sessions() { return list_sessions(session()->segment(), map_->fd()); }
 
 std::vector<std::string> Cache::check() {
   const auto s = session();
@@ -333,7 +338,7 @@ Peek peek(const std::string& root, const std::string& name) {
   Peek out;
   out.path = root + "/" + name;
   const Fd fd = open_segment_file(out.path, name, true);
-  struct stat st {};
+  struct stat st{};
   if (fstat(fd.get(), &st) == 0) out.size_bytes = static_cast<u64>(st.st_size);
   out.verdict = judge(fd.get(), name);
   out.living = ofd_held(fd.get(), kLivenessBase, 0);
@@ -352,8 +357,8 @@ Inspection inspect(const std::string& root, const std::string& name, bool any_fi
   const Geometry& g = found.verdict.header.geometry;
   std::vector<u64> copy(g.pages_at / 8);
   for (u64 at = 0; at < g.pages_at;) {
-    const ssize_t n = pread(found.fd.get(), reinterpret_cast<u8*>(copy.data()) + at, g.pages_at - at,
-                            static_cast<off_t>(at));
+    const ssize_t n = pread(found.fd.get(), reinterpret_cast<u8*>(copy.data()) + at,
+                            g.pages_at - at, static_cast<off_t>(at));
     if (n <= 0) throw os_error("read cache '" + name + "'", errno);
     at += static_cast<u64>(n);
   }
@@ -384,7 +389,7 @@ void remove_name(const std::string& root, const std::string& name, bool force,
   const Fd root_fd = open_root(root, any_filesystem);
   const std::string path = root + "/" + name;
   AttachLock lock(root, name, nullptr);
-  struct stat st {};
+  struct stat st{};
   if (lstat(path.c_str(), &st) != 0) {
     lock.remove_file();
     throw Error(Code::cache_not_found, "there is no cache '" + name + "' in " + root);
@@ -397,7 +402,8 @@ void remove_name(const std::string& root, const std::string& name, bool force,
   if (!force && fd && ofd_held(fd.get(), kLivenessBase, 0))
     throw Error(Code::busy, "sessions live in cache '" + name +
                                 "'; end them, or take the name away all the same: hostcache rm "
-                                "--force " + name);
+                                "--force " +
+                                name);
   if (unlink(path.c_str()) != 0) throw os_error("unlink " + path, errno);
   lock.remove_file();
 }

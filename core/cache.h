@@ -18,8 +18,8 @@ namespace hostcache {
 struct OpenOptions {
   std::string root;
   std::string name;
-  std::string mode = "open";  // "create": only make, "attach": only attach
-  Shape shape;                // page_bytes 0: whatever is there (attach)
+  std::string mode = "open";          // "create": only make, "attach": only attach
+  Shape shape;                        // page_bytes 0: whatever is there (attach)
   std::optional<std::string> digest;  // 32 bytes
   std::string label;
   u64 max_reserved = 0;
@@ -134,7 +134,6 @@ struct Inspection {
 };
 Inspection inspect(const std::string& root, const std::string& name, bool any_filesystem);
 std::vector<std::string> list_names(const std::string& root);
-void remove_name(const std::string& root, const std::string& name, bool force,
-                 bool any_filesystem);
+void remove_name(const std::string& root, const std::string& name, bool force, bool any_filesystem);
 
 }  // namespace hostcache

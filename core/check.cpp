@@ -49,12 +49,14 @@ class Checker {
   void words() {
     if (c_.damaged != 0) say("an undo log could not be followed");
     if (c_.log_count != 0)
-      say("the undo log is open (" + std::to_string(c_.log_count) + " records) and nobody is inside");
+      say("the undo log is open (" + std::to_string(c_.log_count) +
+          " records) and nobody is inside");
     if (!Guarded::valid(c_.epoch)) say("the epoch of the cache was altered");
     for (u32 i = 0; i < g_.namespace_count; ++i) {
       const NamespaceRecord& r = s_.ns(i);
       if (!Guarded::valid(r.epoch)) say("the epoch of " + name("namespace", i) + " was altered");
-      if (r.used > 1 || (i == 0 && r.used != 1)) say(name("namespace", i) + " is neither used nor free");
+      if (r.used > 1 || (i == 0 && r.used != 1))
+        say(name("namespace", i) + " is neither used nor free");
     }
     // Value first, complement second: a death between leaves them one apart.
     if (c_.next_id != ~c_.next_id_check && c_.next_id - 1 != ~c_.next_id_check)
@@ -63,7 +65,8 @@ class Checker {
       say("the counter of holds was altered");
     for (u32 i = 0; i < g_.slot_count; ++i) {
       const Slot& slot = s_.slot(i);
-      if (slot.id >= c_.next_id) say(name("slot", i) + " has a session number that was never given");
+      if (slot.id >= c_.next_id)
+        say(name("slot", i) + " has a session number that was never given");
       if (slot.ns >= g_.namespace_count) say(name("slot", i) + " names no namespace");
     }
   }
@@ -106,14 +109,16 @@ class Checker {
       say(by + " has a number that record " + std::to_string(record) + " can not have");
     const bool write = h.kind == static_cast<u32>(HoldKind::write);
     if (!write && h.kind != static_cast<u32>(HoldKind::read)) say(by + " is of no kind");
-    if (h.parts == 0 || h.parts > kMaxParts || h.page_count > kMaxHoldPages || h.left > h.page_count)
+    if (h.parts == 0 || h.parts > kMaxParts || h.page_count > kMaxHoldPages ||
+        h.left > h.page_count)
       return say(by + " has impossible counts");
     const u64 parts = h.parts == 64 ? ~u64{0} : (u64{1} << h.parts) - 1;
     if ((h.open & h.claimed) != 0 || ((h.open | h.claimed) & ~parts) != 0)
       say(by + " has impossible masks");
     if (h.ns >= g_.namespace_count) say(by + " names no namespace");
     u64 listed = 0;
-    for (const u32 at : chunks_of(h.first_chunk, (h.page_count + kChunkPages - 1) / kChunkPages, by))
+    for (const u32 at :
+         chunks_of(h.first_chunk, (h.page_count + kChunkPages - 1) / kChunkPages, by))
       for (u32 i = 0; i < kChunkPages && listed < h.page_count; ++i, ++listed)
         hold_page(h, write, s_.chunk(at).pages[i], listed < h.left, by);
     if (h.parts > 1) chunks_of(h.claim_chunk, (h.parts + kChunkClaims - 1) / kChunkClaims, by);
@@ -129,7 +134,8 @@ class Checker {
     }
     // Records are trusted over states: what a write hold lists is not READY, unless it has
     // published it and is giving back the rest (then the page may be another's by now).
-    if (Use::state(e.use) == PageState::reserved && e.hold == h.number) ++list_[page];
+    if (Use::state(e.use) == PageState::reserved && e.hold == h.number)
+      ++list_[page];
     else if (h.ended == 0)
       say(name("page", page) + " is being written by " + by + " and says otherwise");
   }
@@ -149,10 +155,12 @@ class Checker {
   void free_stack() {
     for (u64 i = 0; i < c_.free_count; ++i) {
       const u32 page = s_.free_stack(i);
-      if (page >= g_.page_count) say("the free stack names a page that does not exist");
+      if (page >= g_.page_count)
+        say("the free stack names a page that does not exist");
       else if (Use::state(s_.entry(page).use) != PageState::free)
         say(name("page", page) + " is on the free stack and not FREE");
-      else if (list_[page]++ != 0) say(name("page", page) + " is on the free stack twice");
+      else if (list_[page]++ != 0)
+        say(name("page", page) + " is on the free stack twice");
     }
   }
 
@@ -162,7 +170,8 @@ class Checker {
     const u64 pins = Use::pins(e.use);
     if (e.ns >= g_.namespace_count) say(name("page", page) + " names no namespace");
     if (state == PageState::ready) {
-      if (Use::epoch(e.use) > s_.epoch_of(e.ns)) say(name("page", page) + " is of an epoch to come");
+      if (Use::epoch(e.use) > s_.epoch_of(e.ns))
+        say(name("page", page) + " is of an epoch to come");
       if (pins != pins_[page]) differ("pins of " + name("page", page), pins, pins_[page]);
       if (e.kids == 0 && (e.use & Use::kQueued) == 0)
         say(name("page", page) + " could be evicted and is not in the ring");
@@ -200,7 +209,8 @@ class Checker {
       if (parent == kNone) continue;
       if (parent >= g_.page_count || !linked(parent))
         say(name("page", page) + " has a parent that is FREE or does not exist");
-      else ++kids_[parent];
+      else
+        ++kids_[parent];
     }
     std::vector<u32> leaves;
     for (u32 page = 0; page < g_.page_count; ++page) {
@@ -214,7 +224,8 @@ class Checker {
       const u32 parent = s_.entry(leaves.back()).parent;
       leaves.pop_back();
       ++taken;
-      if (parent < g_.page_count && linked(parent) && --kids_[parent] == 0) leaves.push_back(parent);
+      if (parent < g_.page_count && linked(parent) && --kids_[parent] == 0)
+        leaves.push_back(parent);
     }
     if (taken != in_trees) say("parents lead in a circle");
   }
@@ -226,7 +237,8 @@ class Checker {
       for (u32 i = 0; i < kBucketSlots; ++i)
         if (s_.bucket(at).tags[i] != 0) slots += index_slot(at, i, passed);
     u64 keyed = 0;
-    for (u32 page = 0; page < g_.page_count; ++page) keyed += (s_.entry(page).use & Use::kKeyed) != 0;
+    for (u32 page = 0; page < g_.page_count; ++page)
+      keyed += (s_.entry(page).use & Use::kKeyed) != 0;
     differ("pages with a key", keyed, slots);
     for (u32 at = 0; at < g_.bucket_count; ++at)
       if (s_.bucket(at).passed != passed[at])
@@ -258,8 +270,10 @@ class Checker {
     std::vector<u8> seen(g_.page_count, 0);
     for (u64 at = c_.ring_old; at < c_.ring_young; ++at) {
       const u32 page = s_.ring(at);
-      if (page >= g_.page_count) say("the ring names a page that does not exist");
-      else if (seen[page]++ != 0) say(name("page", page) + " is in the ring twice");
+      if (page >= g_.page_count)
+        say("the ring names a page that does not exist");
+      else if (seen[page]++ != 0)
+        say(name("page", page) + " is in the ring twice");
       else if ((s_.entry(page).use & Use::kQueued) == 0)
         say(name("page", page) + " is in the ring without its mark");
     }
@@ -291,7 +305,8 @@ Stats count_stats(const Segment& s, bool count_pinned) {
   stats.reserved = std::min<u64>(load(c.reserved_count), g.page_count - stats.free);
   stats.ready = g.page_count - stats.free - stats.reserved;
   for (u32 i = 0; i < g.slot_count; ++i) stats.sessions += load(s.slot(i).id) != 0;
-  for (u32 i = 0; i < static_cast<u32>(Counter::count); ++i) stats.counters[i] = load(c.counters[i]);
+  for (u32 i = 0; i < static_cast<u32>(Counter::count); ++i)
+    stats.counters[i] = load(c.counters[i]);
   std::vector<bool> seen(count_pinned ? g.page_count : 0);
   for (u32 start = 0; start < seen.size(); ++start) {
     const Entry& e = s.entry(start);
@@ -341,15 +356,23 @@ std::vector<SlotInfo> list_sessions(const Segment& s, int witness_fd) {
     if (id == 0) continue;
     char command[sizeof slot.command + 1] = {};
     std::memcpy(command, slot.command, sizeof slot.command);
-    SlotInfo info{id,  slot.pid, command, static_cast<double>(slot.opened_ns) * 1e-9,
-                  static_cast<u32>(slot.ns), ofd_held(witness_fd, kLivenessBase + id, 1), 0, 0, 0};
+    SlotInfo info{id,
+                  slot.pid,
+                  command,
+                  static_cast<double>(slot.opened_ns) * 1e-9,
+                  static_cast<u32>(slot.ns),
+                  ofd_held(witness_fd, kLivenessBase + id, 1),
+                  0,
+                  0,
+                  0};
     for (u32 r = 0; r < s.geometry().hold_count; ++r) {
       const Hold& h = s.hold(r);
       if (load(h.number) == 0 || h.taker != id) continue;
       ++info.holds;
       if (h.kind == static_cast<u32>(HoldKind::write)) info.reserved_pages += h.left;
       if (now > h.stamp)
-        info.oldest_hold_s = std::max(info.oldest_hold_s, static_cast<double>(now - h.stamp) * 1e-9);
+        info.oldest_hold_s =
+            std::max(info.oldest_hold_s, static_cast<double>(now - h.stamp) * 1e-9);
     }
     out.push_back(info);
   }

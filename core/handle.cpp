@@ -30,7 +30,8 @@ std::shared_ptr<Handle> Handle::make(std::shared_ptr<Session> session, What what
 // Views hold the handle, so none lives here. A finaliser: the lock is tried once, and what can
 // not be made now is left to the timer.
 Handle::~Handle() {
-  if (session_->ours() && !ended_) finish_locked(what_.kind == HoldKind::read, kAll, Patience::try_once);
+  if (session_->ours() && !ended_)
+    finish_locked(what_.kind == HoldKind::read, kAll, Patience::try_once);
 }
 
 bool Handle::ended() const {
@@ -41,8 +42,8 @@ bool Handle::ended() const {
 
 void Handle::refuse_ended() const {
   throw Error(Code::lease_ended,
-              std::string(what_.kind == HoldKind::read ? "the lease" : "the reservation") +
-                  " of " + std::to_string(what_.pages.size()) + " pages has ended" +
+              std::string(what_.kind == HoldKind::read ? "the lease" : "the reservation") + " of " +
+                  std::to_string(what_.pages.size()) + " pages has ended" +
                   (session_->ours() ? "" : " for this process: it was taken before a fork") +
                   "; look its keys up again");
 }
@@ -52,8 +53,7 @@ u8* Handle::view(size_t i) {
   const std::lock_guard<std::mutex> one(mutex_);
   if (ended_) refuse_ended();
   if (what_.part < 0)
-    throw Error(Code::unsupported, "this hold was taken with parts=" +
-                                       std::to_string(what_.parts) +
+    throw Error(Code::unsupported, "this hold was taken with parts=" + std::to_string(what_.parts) +
                                        ": who takes it holds no part; claim one by its token");
   const u32 page = what_.pages.at(i);
   if (page == kNone) throw std::out_of_range("key " + std::to_string(i) + " is a gap: no page");
@@ -116,8 +116,7 @@ u32 Handle::finish(bool ok, u32 count) {
   if (ended_ && ok && write) refuse_ended();
   if (ended_) return 0;
   if (what_.part < 0 && ok)
-    throw Error(Code::unsupported, "this hold was taken with parts=" +
-                                       std::to_string(what_.parts) +
+    throw Error(Code::unsupported, "this hold was taken with parts=" + std::to_string(what_.parts) +
                                        ": its parts are committed by those who claim them");
   if (!ok || what_.parts != 0) count = kAll;
   return finish_locked(ok, count, Patience::wait);
@@ -139,7 +138,8 @@ std::string Handle::token() const {
   if (what_.parts == 0 || what_.part >= 0)
     throw Error(Code::unsupported,
                 "only a hold taken with parts= has a token: its taker hands the parts out");
-  return write_token({session_->map().random(), what_.number, what_.kind, what_.parts, what_.pages});
+  return write_token(
+      {session_->map().random(), what_.number, what_.kind, what_.parts, what_.pages});
 }
 
 namespace {
@@ -158,7 +158,7 @@ struct TokenHead {
 }  // namespace
 
 std::string write_token(const Token& token) {
-  const TokenHead head{kTokenMagic,  token.random, token.number, static_cast<u32>(token.kind),
+  const TokenHead head{kTokenMagic, token.random,      token.number, static_cast<u32>(token.kind),
                        token.parts, token.pages.size()};
   std::string bytes(sizeof head + token.pages.size() * 4, '\0');
   std::memcpy(bytes.data(), &head, sizeof head);

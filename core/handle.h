@@ -14,8 +14,8 @@ class Handle : public std::enable_shared_from_this<Handle> {
   struct What {
     u64 number = 0;
     HoldKind kind = HoldKind::read;
-    u32 parts = 0;   // 0: taken without parts, the taker is the only part
-    int part = 0;    // the claimed part; -1: the taker of a hold with parts
+    u32 parts = 0;  // 0: taken without parts, the taker is the only part
+    int part = 0;   // the claimed part; -1: the taker of a hold with parts
     u64 session = 0;
     u64 pages_check = 0;
     std::vector<u32> pages;

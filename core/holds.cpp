@@ -23,7 +23,8 @@ u64 check_pages(std::span<const u32> pages) {
 }
 
 u64 Holds::draw_number(const Txn& txn, u64 listed, u32 parts) const {
-  const u64 chunks = chunks_for(listed, kChunkPages) + (parts > 1 ? chunks_for(parts, kChunkClaims) : 0);
+  const u64 chunks =
+      chunks_for(listed, kChunkPages) + (parts > 1 ? chunks_for(parts, kChunkClaims) : 0);
   const u32 records = s_.geometry().hold_count;
   if (txn.holds >= records || chunks > txn.chunk_free) return 0;
   Control& c = s_.control();
@@ -181,8 +182,8 @@ u32 Holds::publish(Txn& txn, Hold& hold, std::span<const u32> pages, u32 count,
     Entry& e = s_.entry(pages[i]);
     link_heir(txn, hold, pages[i]);
     u64 use = order_.publish_word(txn, pages[i], e.use);
-    const bool deepest = i + 1 == pages.size() || made[i + 1] == 0 ||
-                         s_.entry(pages[i + 1]).parent != pages[i];
+    const bool deepest =
+        i + 1 == pages.size() || made[i + 1] == 0 || s_.entry(pages[i + 1]).parent != pages[i];
     if (pinned != nullptr && deepest) {
       pinned->push_back(pages[i]);
       use += Use::kPin;

@@ -32,9 +32,7 @@ class Index {
   // The same for what another session has RESERVED in the current epoch.
   bool pending(const u64 key[4], const Hash& hash) const;
 
-  void prefetch_bucket(const Hash& hash) const {
-    __builtin_prefetch(&s_.bucket(home(hash)));
-  }
+  void prefetch_bucket(const Hash& hash) const { __builtin_prefetch(&s_.bucket(home(hash))); }
   // The entry that the first matching tag of the home bucket leads to.
   void prefetch_entry(const Hash& hash) const;
 

@@ -11,8 +11,8 @@ namespace hostcache {
 class Keeper {
  public:
   static void add(const std::shared_ptr<Session>& session);  // starts the thread
-  static void wake();      // something waits for the lock
-  static void announce_end();  // of the process: waits return at once
+  static void wake();                                        // something waits for the lock
+  static void announce_end();                                // of the process: waits return at once
   static bool ending();
   static void shutdown();  // ends every session, joins the thread; add() starts it again
 };

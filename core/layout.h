@@ -100,31 +100,39 @@ static_assert(kSlotsAt == 16384);
 // Each word that many touch has a cache line of its own.
 struct Control {
   // rising or owned by the lock itself, never logged
-  alignas(64) u64 lock;       // id << 1 | waiters; 0: free
-  alignas(64) u64 starved;    // CLOCK_MONOTONIC ns written by a waiter older than 0.5 ms
-  alignas(64) u64 txn;        // number of the transaction; each log record carries it
-  u64 log_count;              // records that a death would undo; 0: closed
-  alignas(64) u64 epoch;      // of the cache, guarded (see Guarded)
-  alignas(64) u64 next_id;    // of sessions; raised under the attach lock only
-  u64 next_id_check;          // its complement
-  u64 hold_counter;           // holds taken so far; half of a hold's number
-  u64 hold_counter_check;     // its complement
-  u64 stale_left;             // entries that a clear has not looked at yet (a hint)
-  u64 damaged;                // not 0: a log record or link could not be followed
-  u64 replaced;               // times that a damaged or older segment was replaced by this name
+  alignas(64) u64 lock;          // id << 1 | waiters; 0: free
+  alignas(64) u64 starved;       // CLOCK_MONOTONIC ns written by a waiter older than 0.5 ms
+  alignas(64) u64 txn;           // number of the transaction; each log record carries it
+  u64 log_count;                 // records that a death would undo; 0: closed
+  alignas(64) u64 epoch;         // of the cache, guarded (see Guarded)
+  alignas(64) u64 next_id;       // of sessions; raised under the attach lock only
+  u64 next_id_check;             // its complement
+  u64 hold_counter;              // holds taken so far; half of a hold's number
+  u64 hold_counter_check;        // its complement
+  u64 stale_left;                // entries that a clear has not looked at yet (a hint)
+  u64 damaged;                   // not 0: a log record or link could not be followed
+  u64 replaced;                  // times that a damaged or older segment was replaced by this name
   alignas(64) u64 counters[16];  // see Counter
   // logged
-  alignas(64) u64 ring_old;   // cursors of the ring: never wrapped, slot is cursor % capacity
+  alignas(64) u64 ring_old;  // cursors of the ring: never wrapped, slot is cursor % capacity
   u64 ring_young;
   u64 free_count;
   u64 chunk_free_count;
-  u64 reserved_count;         // pages RESERVED
+  u64 reserved_count;  // pages RESERVED
   u64 holds_used;
 };
 static_assert(sizeof(Control) <= 4096);
 
 enum class Counter : u32 {  // rising; pages or events since the cache was made
-  hits, misses, commits, aborts, evictions, repairs, refused, lock_timeouts, count
+  hits,
+  misses,
+  commits,
+  aborts,
+  evictions,
+  repairs,
+  refused,
+  lock_timeouts,
+  count
 };
 
 // An epoch carries its complement in the upper half, so that one atomic add raises both and a
@@ -141,23 +149,23 @@ static_assert(Guarded::make(7) + Guarded::kRaise == Guarded::make(8));
 // ---------------------------------------------------------------- sessions
 
 struct Slot {
-  u64 id;           // rising: taken by CAS from 0, freed by CAS to 0 after the sweep has closed
-  u32 mutex_word;   // byte in `mutex` of the futex word, kNone: only the liveness byte tells death
-  u32 pid;          // for people to read, never judged by
-  u64 opened_ns;    // CLOCK_REALTIME, for people
+  u64 id;          // rising: taken by CAS from 0, freed by CAS to 0 after the sweep has closed
+  u32 mutex_word;  // byte in `mutex` of the futex word, kNone: only the liveness byte tells death
+  u32 pid;         // for people to read, never judged by
+  u64 opened_ns;   // CLOCK_REALTIME, for people
   char command[32];
-  u64 ns;           // logged: number of the session's namespace record
-  u64 max_reserved; // pages it may have RESERVED at a time; 0: no limit
+  u64 ns;            // logged: number of the session's namespace record
+  u64 max_reserved;  // pages it may have RESERVED at a time; 0: no limit
   u64 spare[6];
   alignas(64) unsigned char mutex[64];  // the session's own robust pthread mutex
-  u64 group;        // reserved for groups (sessions that hold together); 0: a session alone
+  u64 group;  // reserved for groups (sessions that hold together); 0: a session alone
   u64 spare2[7];
 };
 static_assert(sizeof(Slot) == 256);
 
 struct NamespaceRecord {
-  u64 epoch;  // rising, guarded
-  u64 used;   // logged: 0 free, 1 in use; record 0 is "opened without" and always in use
+  u64 epoch;      // rising, guarded
+  u64 used;       // logged: 0 free, 1 in use; record 0 is "opened without" and always in use
   u64 digest[4];  // logged
   u64 label[8];   // logged: text for people
   u64 spare[2];
@@ -173,27 +181,27 @@ enum class HoldKind : u32 { read = 1, write = 2 };
 // published (write) or unpinned (read). A record with both masks 0 that anybody but the holder
 // of the lock can see was left by a death, and whoever sweeps finishes it.
 struct Hold {
-  u64 number;  // logged: counter << 16 | record index; 0: free. Never used again
-  u64 taker;   // session id
-  u64 open;    // logged
-  u64 claimed; // logged
-  u64 claimer; // logged: session of part 0 while there is one part; else see claim_chunk
-  u64 stamp;   // CLOCK_MONOTONIC ns at reserve
+  u64 number;       // logged: counter << 16 | record index; 0: free. Never used again
+  u64 taker;        // session id
+  u64 open;         // logged
+  u64 claimed;      // logged
+  u64 claimer;      // logged: session of part 0 while there is one part; else see claim_chunk
+  u64 stamp;        // CLOCK_MONOTONIC ns at reserve
   u64 pages_check;  // mix of all page numbers: what a token must name
   u64 heir_number;  // logged: of the hold whose first page follows `heir_after` in its prompt
   u32 heir_after;
   u32 heir_page;
-  u32 kind;    // logged (a commit that keeps turns write into read)
+  u32 kind;  // logged (a commit that keeps turns write into read)
   u32 parts;
   u32 page_count;   // listed pages: those being written, or those pinned
   u32 left;         // logged: listed pages not yet given back
   u32 first_chunk;  // logged
   u32 claim_chunk;  // chunks of claimers, where there are two parts or more
   u32 ns;
-  u32 epoch;   // of the miss that this was computed from
-  u32 ended;   // logged: nothing is published any more
+  u32 epoch;  // of the miss that this was computed from
+  u32 ended;  // logged: nothing is published any more
   u32 spare;
-  u64 group;   // reserved for groups
+  u64 group;  // reserved for groups
   u64 spare2;
 };
 static_assert(sizeof(Hold) == 128);

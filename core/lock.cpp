@@ -14,8 +14,8 @@ namespace hostcache {
 
 namespace {
 
-constexpr int kSpins = 100;               // about 2.7 us: longer than most sections
-constexpr u64 kSleepNs = 1'000'000;       // a time-out always: the holder may die without a wake
+constexpr int kSpins = 100;          // about 2.7 us: longer than most sections
+constexpr u64 kSleepNs = 1'000'000;  // a time-out always: the holder may die without a wake
 constexpr u64 kStarvedAfterNs = 500'000;
 constexpr u64 kStarvedFreshNs = 3'000'000;
 constexpr u64 kNapNs = 100'000;
@@ -104,8 +104,8 @@ bool TableLock::take_word(const Identity& me, u64 deadline_ns) {
   const u64 began = deadline_ns == 0 ? 0 : monotonic_ns();
   // The same holder in the same transaction as when we gave up: it has not moved, so we do not
   // wait for it again.
-  const bool known_busy = busy_word_ != 0 && (load(c.lock) & ~u64{1}) == busy_word_ &&
-                          load(c.txn) == busy_txn_;
+  const bool known_busy =
+      busy_word_ != 0 && (load(c.lock) & ~u64{1}) == busy_word_ && load(c.txn) == busy_txn_;
   if (!somebody_starves(c) || deadline_ns == 0)
     for (int i = 0; i < (deadline_ns == 0 ? 1 : kSpins); ++i, pause_cpu())
       if (load(c.lock) == 0 && swap_if(c.lock, u64{0}, mine)) return true;
@@ -115,8 +115,10 @@ bool TableLock::take_word(const Identity& me, u64 deadline_ns) {
     const u64 now = monotonic_ns();
     const bool starved = began != 0 && now - began > kStarvedAfterNs;
     if (word == 0) {
-      if (!starved && somebody_starves(c) && deadline_ns > now) sleep_ns(kNapNs);
-      else if (swap_if(c.lock, u64{0}, mine | waiters)) return true;
+      if (!starved && somebody_starves(c) && deadline_ns > now)
+        sleep_ns(kNapNs);
+      else if (swap_if(c.lock, u64{0}, mine | waiters))
+        return true;
       if (deadline_ns == 0) return false;
       continue;
     }
@@ -194,8 +196,10 @@ bool roll_back(const Segment& s) {
 Txn::Txn(const Segment& segment) : s_(segment), exceptions_(std::uncaught_exceptions()) { begin(); }
 
 Txn::~Txn() {
-  if (std::uncaught_exceptions() == exceptions_) close();
-  else if (open_) roll_back(s_);
+  if (std::uncaught_exceptions() == exceptions_)
+    close();
+  else if (open_)
+    roll_back(s_);
 }
 
 void Txn::begin() {
@@ -215,12 +219,9 @@ void Txn::begin() {
 void Txn::close() {
   if (!open_) return;
   Control& c = s_.control();
-  const std::pair<u64*, u64> words[] = {{&c.ring_old, ring_old},
-                                        {&c.ring_young, ring_young},
-                                        {&c.free_count, free_count},
-                                        {&c.chunk_free_count, chunk_free},
-                                        {&c.reserved_count, reserved},
-                                        {&c.holds_used, holds}};
+  const std::pair<u64*, u64> words[] = {
+      {&c.ring_old, ring_old},           {&c.ring_young, ring_young},   {&c.free_count, free_count},
+      {&c.chunk_free_count, chunk_free}, {&c.reserved_count, reserved}, {&c.holds_used, holds}};
   for (const auto& [word, value] : words)
     if (*word != value) store(*word, value);
   std::atomic_signal_fence(std::memory_order_seq_cst);

@@ -87,7 +87,10 @@ class Txn {
 
   u64 ring_old = 0, ring_young = 0, free_count = 0, chunk_free = 0, reserved = 0, holds = 0;
 
-  void push_free(u32 page) { push(s_.free_stack(free_count), page, free_count < free_before_); free_count++; }
+  void push_free(u32 page) {
+    push(s_.free_stack(free_count), page, free_count < free_before_);
+    free_count++;
+  }
   u32 pop_free() { return s_.free_stack(--free_count); }
   void push_chunk(u32 chunk) {
     push(s_.chunk_stack(chunk_free), chunk, chunk_free < chunk_before_);
@@ -95,15 +98,20 @@ class Txn {
   }
   u32 pop_chunk() { return s_.chunk_stack(--chunk_free); }
   void push_young(u32 page) { put(s_.ring(ring_young++), page); }
-  void push_old(u32 page) { --ring_old; push(s_.ring(ring_old), page, true); }
+  void push_old(u32 page) {
+    --ring_old;
+    push(s_.ring(ring_old), page, true);
+  }
 
  private:
   static constexpr u64 kCursors = 8;
   void begin();
   // What lies beyond a cursor is dead memory; below it, a slot that this transaction popped.
   void push(u32& slot, u32 value, bool live) {
-    if (live) store(slot, value);
-    else put(slot, value);
+    if (live)
+      store(slot, value);
+    else
+      put(slot, value);
   }
 
   const Segment& s_;

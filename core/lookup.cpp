@@ -118,6 +118,7 @@ std::shared_ptr<Handle> hold_pages(const std::shared_ptr<Session>& session, cons
                                    const std::vector<size_t>& ends, u32 parts) {
   const Holds& holds = session->holds();
   std::vector<u32> pins;
+  pins.reserve(ends.size());
   for (const size_t i : ends) pins.push_back(seen.pages[i].page);
   Handle::What what;
   what.kind = HoldKind::read;
@@ -127,14 +128,14 @@ std::shared_ptr<Handle> hold_pages(const std::shared_ptr<Session>& session, cons
   for (const Ready& ready : seen.pages) what.pages.push_back(ready.page);
   what.pages_check = check_pages(what.pages);
   Txn txn(session->segment());
-  const bool pinnable = std::all_of(pins.begin(), pins.end(), [&](u32 p) { return holds.can_pin(p); });
+  const bool pinnable =
+      std::all_of(pins.begin(), pins.end(), [&](u32 p) { return holds.can_pin(p); });
   what.number = pinnable ? holds.draw_number(txn, pins.size(), parts) : 0;
   if (what.number == 0) return nullptr;
   for (const u32 page : pins) holds.pin(txn, page);
-  holds.publish_record(txn, what.number,
-                       {HoldKind::read, what.session, parts, session->ns(), seen.epoch,
-                        what.pages_check},
-                       pins);
+  holds.publish_record(
+      txn, what.number,
+      {HoldKind::read, what.session, parts, session->ns(), seen.epoch, what.pages_check}, pins);
   txn.close();
   return Handle::make(session, std::move(what));
 }
@@ -156,9 +157,7 @@ std::shared_ptr<Handle> hold_seen(const std::shared_ptr<Session>& session, Keys 
 
 }  // namespace
 
-size_t match_in(const Session& session, Keys keys) {
-  return look(session, keys, false, false).run;
-}
+size_t match_in(const Session& session, Keys keys) { return look(session, keys, false, false).run; }
 
 Lookup lookup_in(const std::shared_ptr<Session>& session, Keys keys, u32 parts, bool gaps) {
   const Keys asked{keys.data, std::min<size_t>(keys.count, kMaxHoldPages)};

@@ -45,8 +45,8 @@ bool AttachLock::try_once(const std::string& name, const Progress& progress, Not
     since = monotonic_ns();
   }
   if (ofd_lock(fd_.get(), 0, 1)) {
-    struct stat named {};
-    struct stat ours {};
+    struct stat named{};
+    struct stat ours{};
     const bool leads_here = stat(path_.c_str(), &named) == 0 && fstat(fd_.get(), &ours) == 0 &&
                             named.st_ino == ours.st_ino && named.st_dev == ours.st_dev;
     if (leads_here) return true;
@@ -62,9 +62,11 @@ bool AttachLock::try_once(const std::string& name, const Progress& progress, Not
   }
   if (monotonic_ns() - since > kStallNs) {
     seen.command[sizeof seen.command - 1] = 0;
-    throw Error(Code::busy, "the attach lock of cache '" + name + "' made no progress for 10 s; "
-                                "its holder is process " + std::to_string(seen.pid) + " (" +
-                                seen.command + "): resume or end it");
+    throw Error(Code::busy, "the attach lock of cache '" + name +
+                                "' made no progress for 10 s; "
+                                "its holder is process " +
+                                std::to_string(seen.pid) + " (" + seen.command +
+                                "): resume or end it");
   }
   return false;
 }
@@ -98,7 +100,7 @@ void AttachLock::remove_file() { unlink(path_.c_str()); }
 Fd open_root(const std::string& root, bool any_filesystem) {
   Fd fd(::open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd) throw os_error("open the root folder " + root, errno);
-  struct statfs fs {};
+  struct statfs fs{};
   if (fstatfs(fd.get(), &fs) != 0) throw os_error("statfs " + root, errno);
   if (!any_filesystem && static_cast<u32>(fs.f_type) != kTmpfsMagic) {
     char type[16];
@@ -114,8 +116,8 @@ Fd open_root(const std::string& root, bool any_filesystem) {
 namespace {
 
 // Real memory, never sparse: on a full tmpfs the first store to a hole is SIGBUS, inside the lock.
-void reserve_memory(int fd, int root_fd, const std::string& root, const std::string& name,
-                    u64 size, AttachLock& lock, const Progress& progress) {
+void reserve_memory(int fd, int root_fd, const std::string& root, const std::string& name, u64 size,
+                    AttachLock& lock, const Progress& progress) {
   for (u64 at = 0; at < size;) {
     const u64 step = size - at < kMakeStep ? size - at : kMakeStep;
     require_room(root_fd, root, name, at == 0 ? size : step, size);
@@ -164,8 +166,8 @@ void format_segment(const Segment& s, const Shape& shape, u64 replaced) {
   for (u32 i = 0; i < g.chunk_count; ++i) s.chunk_stack(i) = g.chunk_count - 1 - i;
 }
 
-void make_segment(int root_fd, const std::string& root, const std::string& name,
-                  const Shape& shape, u64 replaced, AttachLock& lock, const Progress& progress) {
+void make_segment(int root_fd, const std::string& root, const std::string& name, const Shape& shape,
+                  u64 replaced, AttachLock& lock, const Progress& progress) {
   const Geometry g = plan(shape);
   Fd fd(openat(root_fd, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (!fd) throw os_error("make a file without a name in " + root, errno);

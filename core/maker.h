@@ -42,8 +42,8 @@ Fd open_root(const std::string& root, bool any_filesystem);
 // Builds the segment without a name, in real memory, and links it. Throws cache_exists where the
 // name is taken, no_room before the kernel would refuse or kill. A death at any step leaves
 // nothing: the file has no name until it is whole.
-void make_segment(int root_fd, const std::string& root, const std::string& name,
-                  const Shape& shape, u64 replaced, AttachLock& lock, const Progress& progress);
+void make_segment(int root_fd, const std::string& root, const std::string& name, const Shape& shape,
+                  u64 replaced, AttachLock& lock, const Progress& progress);
 
 // Writes an empty table into fresh, zeroed memory.
 void format_segment(const Segment& segment, const Shape& shape, u64 replaced);

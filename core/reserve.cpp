@@ -52,8 +52,8 @@ class Reserver {
   };
   // What stands before a key in its prompt.
   struct Before {
-    u32 page = kNone;    // its parent: READY, or of this hold
-    u64 pending = 0;     // hold in which the page before is RESERVED
+    u32 page = kNone;  // its parent: READY, or of this hold
+    u64 pending = 0;   // hold in which the page before is RESERVED
     u32 pending_page = kNone;
   };
 
@@ -107,8 +107,8 @@ class Reserver {
       for (;;) {
         Txn txn(s_);
         if (txn.free_count >= need) return;
-        const u32 went = order_.evict(txn, static_cast<u32>(std::min<u64>(need - txn.free_count, kStepPages)),
-                                      kept_, budget);
+        const u32 went = order_.evict(
+            txn, static_cast<u32>(std::min<u64>(need - txn.free_count, kStepPages)), kept_, budget);
         txn.close();
         session_->count(Counter::evictions, went);
         if (went == 0) break;
@@ -189,7 +189,8 @@ class Reserver {
       return false;
     }
     if (e.parent != kNone) adopt(txn, e.parent);
-    txn.store(e.use, Use::fresh(PageState::reserved, epoch_) | Use::kKeyed | (e.use & Use::kQueued));
+    txn.store(e.use,
+              Use::fresh(PageState::reserved, epoch_) | Use::kKeyed | (e.use & Use::kQueued));
     ++txn.reserved;
     if (taken_.empty()) heir_of_ = before;
     taken_.push_back(page);
@@ -201,8 +202,10 @@ class Reserver {
   void adopt(Txn& txn, u32 parent) {
     Entry& p = s_.entry(parent);
     // A parent of this very hold is dead memory still: its use word is undone to FREE.
-    if (p.hold == number_ && Use::state(p.use) == PageState::reserved) put(p.kids, p.kids + 1);
-    else txn.store(p.kids, p.kids + 1);
+    if (p.hold == number_ && Use::state(p.use) == PageState::reserved)
+      put(p.kids, p.kids + 1);
+    else
+      txn.store(p.kids, p.kids + 1);
   }
 
   // A page of an older epoch, or of a reservation that nobody waits for any more, gives up its
@@ -233,10 +236,10 @@ class Reserver {
     what.session = session_->id();
     what.pages = taken_;
     what.pages_check = check_pages(taken_);
-    holds_.publish_record(txn, number_,
-                          {HoldKind::write, what.session, request_.parts, session_->ns(), epoch_,
-                           what.pages_check},
-                          taken_);
+    holds_.publish_record(
+        txn, number_,
+        {HoldKind::write, what.session, request_.parts, session_->ns(), epoch_, what.pages_check},
+        taken_);
     if (heir_of_.pending != 0)
       holds_.set_heir(txn, heir_of_.pending, heir_of_.pending_page, number_, taken_.front());
     txn.close();

@@ -87,7 +87,7 @@ void ask_groups(Room& room, const CgroupFiles& files) {
 
 Room room_at(int fs_fd, const std::string& root) {
   Room room{kUnlimited, "nothing", ""};
-  struct statvfs fs {};
+  struct statvfs fs{};
   if (fstatvfs(fs_fd, &fs) == 0 && fs.f_blocks != 0)
     take_least(room, u64{fs.f_bavail} * fs.f_frsize,
                "the file system of " + root + " (" + bytes_text(u64{fs.f_blocks} * fs.f_frsize) +

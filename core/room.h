@@ -9,8 +9,8 @@
 namespace hostcache {
 
 struct Room {
-  u64 available = 0;   // bytes, the least of all that limit us
-  std::string limit;   // what limits: the file system, the machine's memory, a cgroup
+  u64 available = 0;  // bytes, the least of all that limit us
+  std::string limit;  // what limits: the file system, the machine's memory, a cgroup
   std::string remedy;
 };
 

@@ -24,8 +24,8 @@ constexpr u64 round_up(u64 value, u64 unit) { return (value + unit - 1) / unit *
 
 void refuse_shape(const Shape& s) {
   if (s.page_bytes == 0 || s.page_bytes > (u64{1} << 40))
-    throw Error(Code::bad_value, "page_bytes is " + std::to_string(s.page_bytes) +
-                                     "; a page has 1 to 2^40 bytes");
+    throw Error(Code::bad_value,
+                "page_bytes is " + std::to_string(s.page_bytes) + "; a page has 1 to 2^40 bytes");
   if (s.page_count == 0 || s.page_count > kMaxPages)
     throw Error(Code::bad_value, "page_count is " + std::to_string(s.page_count) +
                                      "; a cache has 1 to " + std::to_string(kMaxPages) + " pages");
@@ -65,7 +65,8 @@ Geometry plan(const Shape& shape) {
   // The largest transactions: giving up the keys of a whole hold takes about three records a
   // page, one step of eviction about eight a page looked at. Whoever fills the log closes the
   // transaction at a safe place and goes on in the next.
-  g.log_capacity = 3 * (shape.page_count < kMaxHoldPages ? shape.page_count : kMaxHoldPages) + 16384;
+  g.log_capacity =
+      3 * (shape.page_count < kMaxHoldPages ? shape.page_count : kMaxHoldPages) + 16384;
   g.bucket_count = shape.page_count / 6 + 2;
   g.ring_capacity = ring_capacity(shape.page_count);
   u64 at = kSlotsAt;
@@ -112,7 +113,7 @@ Fd open_segment_file(const std::string& path, const std::string& name, bool writ
     throw Error(Code::not_allowed, "'" + name + "' can not be opened (" + path +
                                        "): it belongs to another user or is no regular file");
   if (!fd) throw os_error("open " + path, errno);
-  struct stat st {};
+  struct stat st{};
   if (fstat(fd.get(), &st) != 0) throw os_error("fstat " + path, errno);
   if (!S_ISREG(st.st_mode))
     throw Error(Code::not_allowed, "'" + name + "' is no regular file (" + path + ")");
@@ -125,7 +126,8 @@ Fd open_segment_file(const std::string& path, const std::string& name, bool writ
     std::snprintf(mode, sizeof mode, "%04o", st.st_mode & 07777);
     throw Error(Code::not_allowed, "'" + name + "' has mode " + mode +
                                        ", a segment has 0600: others could have written to it; "
-                                       "remove it: hostcache rm " + name);
+                                       "remove it: hostcache rm " +
+                                       name);
   }
   return fd;
 }
@@ -176,15 +178,15 @@ Verdict judge_body(Verdict v, int fd, const struct stat& st, const std::string& 
 
 Verdict judge(int fd, const std::string& name) {
   Verdict v;
-  struct stat st {};
+  struct stat st{};
   if (fstat(fd, &st) != 0) throw os_error("fstat '" + name + "'", errno);
   const ssize_t got = pread(fd, &v.header, sizeof v.header, 0);
   const Prefix& p = v.header.prefix;
   if (got < static_cast<ssize_t>(sizeof(Prefix)) || p.magic != kMagic)
-    return refused(v, Standing::foreign,
-                   "file '" + name + "' (" + std::to_string(st.st_size) +
-                       " bytes) is not a hostcache segment; if nobody needs it, run: hostcache rm " +
-                       name);
+    return refused(
+        v, Standing::foreign,
+        "file '" + name + "' (" + std::to_string(st.st_size) +
+            " bytes) is not a hostcache segment; if nobody needs it, run: hostcache rm " + name);
   u8 boot[16];
   boot_id(boot);
   if (std::memcmp(boot, p.boot_id, 16) != 0)
@@ -196,8 +198,9 @@ Verdict judge(int fd, const std::string& name) {
                        std::to_string(kFormat) + " kind " + std::to_string(kKindPages) +
                        "; stop the engines that use it, then run: hostcache rm " + name);
   if (got != static_cast<ssize_t>(sizeof v.header))
-    return refused(v, Standing::damaged, "segment '" + name + "' ends inside its header, at " +
-                                             std::to_string(got) + " bytes");
+    return refused(
+        v, Standing::damaged,
+        "segment '" + name + "' ends inside its header, at " + std::to_string(got) + " bytes");
   return judge_body(std::move(v), fd, st, name);
 }
 
@@ -222,8 +225,8 @@ MappedSegment::MappedSegment(Fd fd, std::string path, std::string name, const Ve
 MappedSegment::~MappedSegment() { munmap(segment_.base(), size_); }
 
 bool MappedSegment::name_leads_here() const {
-  struct stat named {};
-  struct stat ours {};
+  struct stat named{};
+  struct stat ours{};
   return stat(path_.c_str(), &named) == 0 && fstat(fd_.get(), &ours) == 0 &&
          named.st_dev == ours.st_dev && named.st_ino == ours.st_ino;
 }

@@ -99,7 +99,8 @@ Error Session::no_slot() const {
   return Error(Code::no_room, "cache '" + map_->name() + "' has " +
                                   std::to_string(s_.geometry().slot_count) +
                                   " session slots and living sessions have all of them; close "
-                                  "some (hostcache stat " + map_->name() + " lists them)");
+                                  "some (hostcache stat " +
+                                  map_->name() + " lists them)");
 }
 
 // Nobody lives: undo an open log, verify every invariant, and give back all that was held. Who
@@ -397,7 +398,8 @@ void Session::join_namespace(const u8 digest[32], const std::string& label) {
   } while (monotonic_ns() < until);
   throw Error(Code::busy, "the table lock of cache '" + map_->name() +
                               "' could not be had in 2 s; is a process stopped inside it? "
-                              "hostcache stat " + map_->name() + " lists the sessions");
+                              "hostcache stat " +
+                              map_->name() + " lists the sessions");
 }
 
 }  // namespace hostcache

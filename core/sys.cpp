@@ -16,7 +16,8 @@
 namespace hostcache {
 
 Error os_error(const std::string& doing, int error) {
-  return Error(Code::os, doing + ": " + std::strerror(error) + " (errno " + std::to_string(error) + ")");
+  return Error(Code::os,
+               doing + ": " + std::strerror(error) + " (errno " + std::to_string(error) + ")");
 }
 
 std::string bytes_text(unsigned long long bytes) {
@@ -106,7 +107,7 @@ void futex_wake_one(u32* word) { syscall(SYS_futex, word, FUTEX_WAKE, 1, nullptr
 
 namespace {
 struct flock range(short type, u64 start, u64 length) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = static_cast<off_t>(start);

@@ -139,8 +139,8 @@ class Cache:
     ) -> tuple[Hold | None, NDArray[np.int32], NDArray[np.uint8]]:
         """(hold, page of each key or -1, what became of each key).
 
-        0 reserved, 1 present (ready already), 2 pending (another's, or named twice), 3 refused. `hold.pages`
-        are the reserved ones in key order.
+        0 reserved, 1 present (ready already), 2 pending (another's, or named twice), 3 refused.
+        `hold.pages` are the reserved ones in key order.
         """
     def claim(self, token: bytes, part: int) -> Hold | None: ...
     def wait(self, keys: NDArray[np.uint8], timeout_s: float) -> int: ...

@@ -133,7 +133,7 @@ class KvCache:
             namespace=namespace.digest if namespace else None,
             label=namespace.label if namespace else "",
             max_reserved=_most_reserved(max_reserved, root, name, page_count),
-            progress=progress,
+            progress=progress or _no_progress,
         )
         return cls(session, namespace)
 
@@ -298,6 +298,10 @@ class KvCache:
     def check(self) -> list[str]:
         """Verify every invariant, without changing anything: what is wrong; empty: nothing."""
         return self._session.check()
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Called between the steps of making a large cache, so that Ctrl-C is seen there."""
 
 
 def _refuse_later(group: object, tiers: Sequence[object]) -> None:

@@ -43,7 +43,7 @@ def smollm2() -> Iterator[tuple[Any, Any]]:
 
 def prompt_ids(tokenizer: Any, number: int, question: int) -> Any:
     """Token ids [1, 150 to 600]: document `number` and a question about it."""
-    text = demo_text.document(days=(number + 1) // 2, seed=number)
+    text = demo_text.document(days=min(4, (number + 1) // 2), seed=number)
     content = demo_text.prompt(text, demo_text.QUESTIONS[question])
     chat = [{"role": "user", "content": content}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")

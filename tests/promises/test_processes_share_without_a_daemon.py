@@ -95,6 +95,7 @@ def _stores(root: str, prompt: str) -> None:
     sys.exit(0 if held == (3, 3) else 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.portable
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_however_processes_are_started(cache: hc.KvCache, root: str, method: Any) -> None:

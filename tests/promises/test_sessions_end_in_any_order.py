@@ -148,6 +148,15 @@ import threading
 held = opened().reserve(keys_of('b', 4))
 threading.Thread(target=cache.wait, args=(keys_of('b', 4), 3600.0), daemon=True).start()
 """,
+    "daemon threads that look up": """
+import threading, time
+def look_up():
+    while True:
+        try: cache.lookup(keys).release()
+        except hc.LeaseEnded: pass
+for _ in range(2): threading.Thread(target=look_up, daemon=True).start()
+time.sleep(0.05)
+""",
     "a view that is read last": """
 import atexit
 view = cache.lookup(keys).view(0)
@@ -176,6 +185,10 @@ def test_the_interpreter_exits_with_anything_alive(cache: hc.KvCache, root: str,
     assert cache.match(keys_of("a", 4)) == 4
 
 
+# Our timer is a thread, so CPython 3.12 and later warn of every fork.
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
 def in_a_fork(work: Callable[[], bool]) -> int:
     """Run `work` in a forked child; 0 if it returned True."""
     child = os.fork()
@@ -188,6 +201,7 @@ def in_a_fork(work: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@forks
 @pytest.mark.portable
 def test_in_a_forked_child_inherited_holds_do_nothing(cache: hc.KvCache, other: hc.KvCache) -> None:
     keys, more = keys_of("a", 4), keys_of("b", 4)
@@ -215,6 +229,7 @@ def test_in_a_forked_child_inherited_holds_do_nothing(cache: hc.KvCache, other: 
     assert other.match(more) == 4
 
 
+@forks
 @pytest.mark.portable
 def test_a_forked_child_gets_a_session_of_its_own(cache: hc.KvCache, other: hc.KvCache) -> None:
     keys, more = keys_of("a", 4), keys_of("b", 4)
@@ -234,6 +249,7 @@ def test_a_forked_child_gets_a_session_of_its_own(cache: hc.KvCache, other: hc.K
     assert other.stats().sessions == 2
 
 
+@forks
 def test_closing_in_a_forked_child_closes_nothing_of_the_parent(cache: hc.KvCache) -> None:
     keys = keys_of("a", 4)
     store(cache, keys)
@@ -250,6 +266,7 @@ def test_closing_in_a_forked_child_closes_nothing_of_the_parent(cache: hc.KvCach
     assert cache.stats().pinned == 4
 
 
+@forks
 def test_a_forked_child_that_dies_takes_nothing_along(cache: hc.KvCache) -> None:
     keys = keys_of("a", 4)
     store(cache, keys)
@@ -264,3 +281,30 @@ def test_a_forked_child_that_dies_takes_nothing_along(cache: hc.KvCache) -> None
     assert unheld(cache)
     assert cache.stats().sessions == 1
     assert cache.stats().repairs == 1
+
+
+@forks
+def test_forks_of_a_busy_process(cache: hc.KvCache) -> None:
+    """Other threads are in calls, and so may hold anything, when the process forks."""
+    going_on = threading.Event()
+    going_on.set()
+
+    def work(number: int) -> None:
+        while going_on.is_set():
+            keys = keys_of(f"thread/{number}", 4)
+            with cache.lookup(keys) as lease:
+                store(cache, lease.missing)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    statuses = []
+    for number in range(12):
+        keys = keys_of(f"child/{number}", 3)
+        statuses.append(in_a_fork(lambda keys=keys: store(cache, keys) == 3))  # type: ignore[misc]
+    going_on.clear()
+    for thread in threads:
+        thread.join()
+    assert statuses == [0] * 12
+    assert unheld(cache)
+    assert cache.stats().sessions == 1
