@@ -416,6 +416,10 @@ NB_MODULE(_core, m) {
   m.def("names", &list_names, "root"_a, Unlocked());
   m.def("remove", &remove_name, "root"_a, "name"_a, "force"_a, "any_filesystem"_a = false,
         Unlocked());
+#ifdef HOSTCACHE_KILL_POINTS
+  m.def("kill_at", &kill_at, "n"_a);
+  m.def("kill_points_passed", &kill_points_passed);
+#endif
   m.def("shutdown", &shut_down);
   pthread_atfork(nullptr, nullptr, [] { outside = 0; });  // those threads are not in the child
 }

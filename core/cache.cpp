@@ -111,7 +111,9 @@ bool Cache::attach_once() {
   }
   if (!usable) {
     const u64 replaced = found.exists ? times_replaced(found.fd.get()) + 1 : 0;
+    KILL_POINT();
     if (found.exists) unlink(path.c_str());
+    KILL_POINT();
     make(lock, root.get(), replaced);
     found = look_at(path, options_.name);
     if (!found.exists || found.verdict.standing != Standing::usable) return false;
@@ -127,7 +129,9 @@ bool Cache::attach_once() {
     if (e.code() != Code::damaged || options_.mode == "attach") throw;
     replaced_ = e.what();
     const u64 replaced = load(map_->segment().control().replaced) + 1;
+    KILL_POINT();
     unlink(path.c_str());
+    KILL_POINT();
     make(lock, root.get(), replaced);
     return false;
   }
@@ -404,6 +408,7 @@ void remove_name(const std::string& root, const std::string& name, bool force,
                                 "'; end them, or take the name away all the same: hostcache rm "
                                 "--force " +
                                 name);
+  KILL_POINT();
   if (unlink(path.c_str()) != 0) throw os_error("unlink " + path, errno);
   lock.remove_file();
 }

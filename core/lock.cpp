@@ -155,7 +155,7 @@ Acquired TableLock::acquire(const Identity& me, u64 deadline_ns) {
 
 void TableLock::release(const Identity& me) {
   Control& c = s_.control();
-  const u64 word = std::atomic_ref<u64>(c.lock).exchange(0, std::memory_order_acq_rel);
+  const u64 word = swap_out(c.lock, u64{0});
   if (me.slot != kNone) pthread_mutex_unlock(mutex_of(s_, me));
   if ((word & 1) != 0) futex_wake_one(low_half(&c.lock));
 }

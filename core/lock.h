@@ -65,7 +65,7 @@ class Txn {
   Txn& operator=(const Txn&) = delete;
 
   template <class T>
-  void store(T& word, T value) {
+  void store(T& word, T value, Where where = Where::current()) {
     static_assert(sizeof(T) <= 8);
     if (!s_.contains(&word)) return;  // a sink: see Segment::entry
     LogRecord& record = s_.log(count_);
@@ -74,9 +74,9 @@ class Txn {
     record.txn = txn_;
     // Death needs order between stores of one thread only; the compiler is the one to hold back.
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    put(s_.control().log_count, ++count_);
+    put(s_.control().log_count, ++count_, where);
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    put(word, value);
+    put(word, value, where);
   }
   bool room(u64 records) const { return count_ + records + kCursors <= s_.geometry().log_capacity; }
   void close();  // the transaction is made; what follows is the next one

@@ -44,7 +44,9 @@ bool AttachLock::try_once(const std::string& name, const Progress& progress, Not
     if (!fd_) return false;
     since = monotonic_ns();
   }
+  KILL_POINT();
   if (ofd_lock(fd_.get(), 0, 1)) {
+    KILL_POINT();
     struct stat named{};
     struct stat ours{};
     const bool leads_here = stat(path_.c_str(), &named) == 0 && fstat(fd_.get(), &ours) == 0 &&
@@ -92,10 +94,14 @@ void AttachLock::tick(u64 done, u64 total) {
   const std::string command = read_text("/proc/self/comm");
   std::strncpy(note.command, command.substr(0, command.find('\n')).c_str(),
                sizeof note.command - 1);
+  KILL_POINT();
   if (pwrite(fd_.get(), &note, sizeof note, 0) < 0) return;  // a full tmpfs: others see a stall
 }
 
-void AttachLock::remove_file() { unlink(path_.c_str()); }
+void AttachLock::remove_file() {
+  KILL_POINT();
+  unlink(path_.c_str());
+}
 
 Fd open_root(const std::string& root, bool any_filesystem) {
   Fd fd(::open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -121,6 +127,7 @@ void reserve_memory(int fd, int root_fd, const std::string& root, const std::str
   for (u64 at = 0; at < size;) {
     const u64 step = size - at < kMakeStep ? size - at : kMakeStep;
     require_room(root_fd, root, name, at == 0 ? size : step, size);
+    KILL_POINT();
     int rc = 0;
     do {
       rc = fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(step));
@@ -169,14 +176,19 @@ void format_segment(const Segment& s, const Shape& shape, u64 replaced) {
 void make_segment(int root_fd, const std::string& root, const std::string& name, const Shape& shape,
                   u64 replaced, AttachLock& lock, const Progress& progress) {
   const Geometry g = plan(shape);
+  KILL_POINT();
   Fd fd(openat(root_fd, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (!fd) throw os_error("make a file without a name in " + root, errno);
+  KILL_POINT();
   if (fchmod(fd.get(), 0600) != 0) throw os_error("fchmod in " + root, errno);
   reserve_memory(fd.get(), root_fd, root, name, g.size, lock, progress);
+  KILL_POINT();
   void* base = mmap(nullptr, g.pages_at, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (base == MAP_FAILED) throw os_error("mmap the table of '" + name + "'", errno);
   format_segment(Segment(static_cast<u8*>(base), g), shape, replaced);
+  KILL_POINT();
   munmap(base, g.pages_at);
+  KILL_POINT();
   const std::string self = "/proc/self/fd/" + std::to_string(fd.get());
   if (linkat(AT_FDCWD, self.c_str(), root_fd, name.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     if (errno == EEXIST)
@@ -184,6 +196,7 @@ void make_segment(int root_fd, const std::string& root, const std::string& name,
                                           "; open or attach to it, or run: hostcache rm " + name);
     throw os_error("link '" + name + "' into " + root, errno);
   }
+  KILL_POINT();
 }
 
 }  // namespace hostcache

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kill.h"
 #include "layout.h"
 #include "sys.h"
 
@@ -46,15 +47,23 @@ T load(const T& word) {
   return std::atomic_ref<T>(const_cast<T&>(word)).load(std::memory_order_acquire);
 }
 template <class T>
-void put(T& word, T value) {
+void put(T& word, T value, Where where = Where::current()) {
+  kill_point(where);
   std::atomic_ref<T>(word).store(value, std::memory_order_release);
 }
 template <class T>
-T add(T& word, T value) {
+T add(T& word, T value, Where where = Where::current()) {
+  kill_point(where);
   return std::atomic_ref<T>(word).fetch_add(value, std::memory_order_acq_rel);
 }
 template <class T>
-bool swap_if(T& word, T expected, T desired) {
+T swap_out(T& word, T value, Where where = Where::current()) {
+  kill_point(where);
+  return std::atomic_ref<T>(word).exchange(value, std::memory_order_acq_rel);
+}
+template <class T>
+bool swap_if(T& word, T expected, T desired, Where where = Where::current()) {
+  kill_point(where);
   return std::atomic_ref<T>(word).compare_exchange_strong(expected, desired,
                                                           std::memory_order_acq_rel);
 }

@@ -24,12 +24,14 @@ constexpr u64 kLeaveBoundNs = 1'000'000'000;
 // forked child does not get it.
 void hold_byte(const MappedSegment& map, Identity& me) {
   const std::string self = "/proc/self/fd/" + std::to_string(map.fd());
+  KILL_POINT();
   me.live = Fd(::open(self.c_str(), O_RDWR | O_CLOEXEC));
   if (!me.live) throw os_error("open the segment of '" + map.name() + "' again", errno);
   if (!ofd_lock(me.live.get(), kLivenessBase + me.id, 1) ||
       !ofd_held(map.fd(), kLivenessBase + me.id, 1))
     throw Error(Code::unsupported, "the file system of " + map.path() +
                                        " does not show open-file-description locks; use a tmpfs");
+  KILL_POINT();
   me.live_page = mmap(nullptr, kMemoryPage, PROT_READ, MAP_SHARED, me.live.get(), 0);
   if (me.live_page == MAP_FAILED) {
     me.live_page = nullptr;
@@ -39,9 +41,12 @@ void hold_byte(const MappedSegment& map, Identity& me) {
 }
 
 void let_byte_go(Identity& me) {
+  KILL_POINT();
   if (me.live_page != nullptr) munmap(me.live_page, kMemoryPage);
   me.live_page = nullptr;
+  KILL_POINT();
   me.live.reset();
+  KILL_POINT();
 }
 
 std::unique_ptr<Identity> join(const MappedSegment& map) {
@@ -137,6 +142,7 @@ bool Session::take_slot(Identity& me) const {
   for (u32 i = 0; i < s_.geometry().slot_count; ++i) {
     Slot& slot = s_.slot(i);
     if (load(slot.id) != 0 || !swap_if(slot.id, u64{0}, me.id)) continue;
+    KILL_POINT();
     slot.pid = static_cast<u32>(getpid());
     slot.opened_ns = realtime_ns();
     slot.group = 0;

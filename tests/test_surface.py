@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -212,7 +213,8 @@ def test_a_caller_that_keeps_to_the_types_passes_strict_checking(tmp_path: Path)
     source = str(TESTS.parent / "src")
     ended = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(program)],
-        env={"MYPYPATH": source, "PATH": ""},
+        env={**os.environ, "MYPYPATH": source},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("ls", _ls, "list the caches of the root: pages, sizes, and who uses them", named=False)
+    add("ls", _ls, "list the caches of the root: pages, sizes, whether in use", named=False)
     stat = add("stat", _stat, "show the counters, namespaces and sessions of a cache")
     stat.add_argument("--json", action="store_true", help="print one JSON object")
     add("check", _check, "verify every invariant of a cache; status 1 if something is wrong")
@@ -207,13 +207,13 @@ def _print_stat(seen: segments.Description) -> None:
     capacity = format_bytes(cache.page_count * cache.page_bytes)
     pages = f"{stats.free} free, {stats.reserved} reserved, {stats.ready} ready"
     ready = f"{stats.pinned} pinned, {stats.evictable} evictable"
-    stores = f"{stats.commits} commits, {stats.aborts} aborts, {stats.evictions} evictions"
+    stores = f"{stats.commits} pages committed, {stats.aborts} aborted, {stats.evictions} evicted"
     lines = (
         ("cache", f"{cache.name} ({cache.path}), {state}"),
         ("page", f"{cache.page_bytes} bytes, {cache.page_tokens} tokens"),
         ("memory", f"{format_bytes(cache.size_bytes)}, of these {capacity} for pages"),
         ("pages", f"{stats.page_count}: {pages} ({ready})"),
-        ("lookups", f"{stats.hits} hits, {stats.misses} misses"),
+        ("lookups", f"{stats.hits} pages hit, {stats.misses} missed"),
         ("stores", f"{stores}, {stats.refused} refused"),
         ("trouble", f"{stats.repairs} repairs, {stats.lock_timeouts} lock time-outs"),
     )

@@ -244,6 +244,8 @@ class KvCache:
             parent = NO_PARENT
         if epoch is not None:
             began = whole_number(epoch, "epoch")
+            if not 0 <= began < 2**32:
+                raise BadValue(f"epoch is {began}, it must be one that cache.epoch gave")
             since = began if since < 0 else min(began, since)
         count = _parts(parts)
         hold, pages, outcomes = self._session.reserve(
@@ -347,7 +349,7 @@ def _most_reserved(limit: int | float | None, root: str, name: str, page_count: 
     pages = whole_number(limit, "max_reserved")
     if pages < 1:
         raise BadValue(f"max_reserved is {pages}, it must be 1 page or more (a share: 0.75)")
-    return pages
+    return min(pages, 2**31)
 
 
 def _parts(parts: int | None) -> int:

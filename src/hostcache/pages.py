@@ -325,8 +325,8 @@ class Part(_Held):
         return self._view(i)
 
     def commit(self) -> int:
-        """Say that this part is done, and return how many pages became ready by it: all of the
-        hold's if it was the last part, else 0. `LeaseEnded` after a commit or abort.
+        """Say that this part is done, and return how many pages became ready by it: all of a
+        reservation's if it was the last part, else 0. There `LeaseEnded` after a commit or abort.
         """
         return self._hold.finish(True)
 

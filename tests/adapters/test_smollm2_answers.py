@@ -20,7 +20,7 @@ from hostcache.adapters.transformers import CachedModel  # noqa: E402
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 PAGE = 16
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 DOCUMENTS = 10
 # Above it, two ways to compute the same would differ by more than the order of additions.
 EXPLAINED_LOGITS = 1e-2

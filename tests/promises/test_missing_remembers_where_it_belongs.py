@@ -118,7 +118,7 @@ def test_an_older_epoch_may_be_given(cache: hc.KvCache, prompt: np.ndarray) -> N
     assert len(cache.reserve(prompt, epoch=began).refused) == 12
     with cache.reserve(missing, epoch=cache.epoch) as reservation:
         assert len(reservation) == 12
-    for wrong in ("1", 1.0, True):
+    for wrong in ("1", 1.0, True, -1, 2**32 + cache.epoch):
         with pytest.raises(hc.BadValue, match="epoch"):
             cache.reserve(missing, epoch=wrong)  # type: ignore[arg-type]
 

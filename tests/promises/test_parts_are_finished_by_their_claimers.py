@@ -8,7 +8,17 @@ from collections.abc import Callable
 import pytest
 
 import hostcache as hc
-from helpers import PAGE_COUNT, Child, fill, holds_right_bytes, keys_of, press, store, unheld
+from helpers import (
+    PAGE_COUNT,
+    Child,
+    fill,
+    holds_right_bytes,
+    keys_of,
+    page_of,
+    press,
+    store,
+    unheld,
+)
 
 
 def claim(cache: hc.KvCache, token: bytes, part: int) -> hc.Part:
@@ -205,6 +215,20 @@ def test_a_lease_in_parts_lasts_until_all_have_read(cache: hc.KvCache, other: hc
     second.abort()
     assert unheld(cache)
     assert cache.match(keys) == 6
+
+
+def test_a_part_of_a_lease_with_gaps_has_them_too(cache: hc.KvCache) -> None:
+    keys = keys_of("a", 5)
+    store(cache, keys[:2])
+    store(cache, keys[4:])
+    with cache.lookup(keys, parts=1, gaps=True) as lease:
+        part = claim(cache, lease.token(), 0)
+        assert part.pages.tolist() == lease.pages.tolist()
+        assert bytes(part.view(4)) == page_of(keys[4])
+        for gap in (2, 3):
+            with pytest.raises(IndexError):
+                part.view(gap)
+        part.commit()
 
 
 def test_a_lease_in_parts_ends_when_nobody_claimed(cache: hc.KvCache) -> None:
