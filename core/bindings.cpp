@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -30,6 +31,7 @@ using IntArray = nb::ndarray<const int, nb::ndim<1>, nb::c_contig, nb::device::c
 // shutdown() waits for those who are.
 std::atomic<bool> ending{false};
 std::atomic<int> outside{0};
+std::atomic<bool> too_late{false};  // a thread that comes back now stays outside for ever
 
 class Outside {
  public:
@@ -39,6 +41,7 @@ class Outside {
     state_ = PyEval_SaveThread();
   }
   ~Outside() {
+    while (too_late) pause();
     PyEval_RestoreThread(state_);
     --outside;
   }
@@ -58,8 +61,11 @@ void shut_down() {
     const nb::gil_scoped_release unlocked;
     sleep_ns(1'000'000);
   }
-  const nb::gil_scoped_release unlocked;
-  Keeper::shutdown();
+  {
+    const nb::gil_scoped_release unlocked;
+    Keeper::shutdown();
+  }
+  too_late = true;
 }
 
 Keys keys_of(const KeyArray& array) { return {array.data(), array.shape(0)}; }
@@ -408,6 +414,8 @@ void bind_cache(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   using namespace hostcache;
+  // At exit daemon threads may hold objects of ours: that is no leak to warn of.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);
   bind_hold(m);
   bind_cache(m);

@@ -113,6 +113,7 @@ bool Cache::attach_once() {
     const u64 replaced = found.exists ? times_replaced(found.fd.get()) + 1 : 0;
     KILL_POINT();
     if (found.exists) unlink(path.c_str());
+    found.fd.reset();  // there need not be room for both
     KILL_POINT();
     make(lock, root.get(), replaced);
     found = look_at(path, options_.name);
@@ -131,6 +132,7 @@ bool Cache::attach_once() {
     const u64 replaced = load(map_->segment().control().replaced) + 1;
     KILL_POINT();
     unlink(path.c_str());
+    map_.reset();  // there need not be room for both
     KILL_POINT();
     make(lock, root.get(), replaced);
     return false;
@@ -228,7 +230,7 @@ std::shared_ptr<Handle> Cache::claim(const std::string& bytes, u32 part) {
                     token.parts,  static_cast<int>(part),
                     s->id(),      check_pages(token.pages),
                     token.pages};
-  const Session::Guard guard(*s, Session::Guard::Patience::wait);
+  const Session::Guard guard(*s, Session::Guard::Patience::take);
   if (!guard) return nullptr;
   Txn txn(s->segment());
   if (!s->holds().claim(txn, what.number, what.kind, what.parts, what.pages_check, part,

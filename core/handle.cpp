@@ -181,6 +181,8 @@ Token read_token(const std::string& bytes) {
 
 void close_session(Session& session) {
   if (!session.ours() || session.closing.exchange(true)) return;
+  // Whoever was taking a hold has it in the list below, or took none: see Guard.
+  session.quiet();
   finish_closing(session);
 }
 

@@ -19,7 +19,6 @@ constexpr milliseconds kPendingTick{20};
 constexpr milliseconds kIdleTick{500};
 constexpr int kTicksPerSweep = 4;  // of idle ones: a death outside the lock is noticed by nobody
 
-std::atomic<u32> generation{0};
 std::atomic<bool> end_announced{false};
 
 // Never destroyed: finalisers may come after static destruction. A forked child starts with a
@@ -75,8 +74,6 @@ void run(State* mine) {
 void before_fork() { state->mutex.lock(); }
 void after_fork_in_parent() { state->mutex.unlock(); }
 void after_fork_in_child() {
-  generation.fetch_add(1);
-  for (const auto& session : living_sessions()) session->forget_in_child();
   state = new State;  // the old one is left behind, locked, with a thread that is not here
 }
 
@@ -100,8 +97,6 @@ void prepare() {
 }
 
 }  // namespace
-
-u32 fork_generation() { return generation.load(); }
 
 void Keeper::add(const std::shared_ptr<Session>& session) {
   prepare();

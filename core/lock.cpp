@@ -75,6 +75,7 @@ void TableLock::init_mutex(Slot& slot) {
 }
 
 bool TableLock::holder_dead(u64 id) const {
+  if (id == lost_id_) return true;
   for (u32 i = 0; i < s_.geometry().slot_count; ++i) {
     const Slot& slot = s_.slot(i);
     if (load(slot.id) != id) continue;
@@ -125,8 +126,10 @@ bool TableLock::take_word(const Identity& me, u64 deadline_ns) {
     if ((waiters != 0 || deadline_ns == 0 || known_busy) && take_over(me, word, waiters))
       return true;
     if (deadline_ns == 0 || known_busy || now >= deadline_ns) {
-      busy_word_ = word & ~u64{1};
-      busy_txn_ = load(c.txn);
+      if (deadline_ns != 0) {
+        busy_word_ = word & ~u64{1};
+        busy_txn_ = load(c.txn);
+      }
       return false;
     }
     if (starved) put(c.starved, now);
@@ -141,7 +144,10 @@ Acquired TableLock::acquire(const Identity& me, u64 deadline_ns) {
   pthread_mutex_t* mutex = mutex_of(s_, me);
   const int rc = lock_mutex(mutex, deadline_ns);
   if (rc == EOWNERDEAD || rc == ENOTRECOVERABLE) {
-    if (rc == EOWNERDEAD) pthread_mutex_unlock(mutex);  // never consistent: nobody gets it again
+    // Getting it took the kernel's mark away, so others can not see this death any more: we, under
+    // a new id, take the word over. The mutex is never made consistent: nobody gets it again.
+    lost_id_ = me.id;
+    if (rc == EOWNERDEAD) pthread_mutex_unlock(mutex);
     return Acquired::owner_died;
   }
   if (rc != 0) return Acquired::busy;

@@ -19,7 +19,7 @@ constexpr u64 kLockBoundNs = 20'000'000;  // the longest that a call waits for t
 struct Identity {
   u64 id = 0;
   u32 slot = kNone;           // none while it attaches: then the byte alone tells its death
-  Fd live;                    // holds the lock on the liveness byte
+  PrivateFd live;             // holds the lock on the liveness byte
   void* live_page = nullptr;  // a mapping holds it too: foreign code may close descriptors
 };
 
@@ -49,6 +49,7 @@ class TableLock {
   int fd_;
   std::atomic<u64> busy_word_{0};
   std::atomic<u64> busy_txn_{0};
+  std::atomic<u64> lost_id_{0};  // of ours, whose thread died inside
 };
 
 // Undoes what an open log lists, newest first, and closes it. False where a record can not be

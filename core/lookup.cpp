@@ -143,7 +143,7 @@ std::shared_ptr<Handle> hold_pages(const std::shared_ptr<Session>& session, cons
 // Under the lock: what was seen without it, where it still stands, else all anew.
 std::shared_ptr<Handle> hold_seen(const std::shared_ptr<Session>& session, Keys keys, u32 parts,
                                   bool gaps, Seen& seen, bool steady) {
-  const Session::Guard guard(*session, Session::Guard::Patience::wait);
+  const Session::Guard guard(*session, Session::Guard::Patience::take);
   if (!guard) return nullptr;
   const Segment& s = session->segment();
   std::vector<size_t> ends = ends_of_runs(s, seen.pages);

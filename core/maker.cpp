@@ -34,10 +34,10 @@ struct AttachLock::Note {
 bool AttachLock::try_once(const std::string& name, const Progress& progress, Note& seen,
                           u64& since) {
   if (!fd_) {
-    fd_ = Fd(::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    fd_ = PrivateFd(path_, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     // Never O_CREAT on what exists: in a sticky folder that fails even for root.
     if (!fd_ && errno == ENOENT) {
-      fd_ = Fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+      fd_ = PrivateFd(path_, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW);
       if (fd_ && fchmod(fd_.get(), 0600) != 0) throw os_error("fchmod " + path_, errno);
     }
     if (!fd_ && errno != EEXIST) throw os_error("open the lock file " + path_, errno);

@@ -32,7 +32,7 @@ class AttachLock {
   bool try_once(const std::string& name, const Progress& progress, Note& seen, u64& since);
 
   std::string path_;
-  Fd fd_;
+  PrivateFd fd_;
   u64 ticks_ = 0;
 };
 

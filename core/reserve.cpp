@@ -21,7 +21,6 @@ class Reserver {
         index_(session->index()),
         order_(session->order()),
         holds_(session->holds()),
-        now_(monotonic_ns()),
         bound_(pending_bound_ns),
         max_reserved_(max_reserved) {
     hashed_.resize(keys_.count);
@@ -35,6 +34,8 @@ class Reserver {
 
   // Under the table lock.
   Reserved run() {
+    // Under the lock: a hold published while we waited for it would carry a later stamp.
+    now_ = monotonic_ns();
     const u32 epoch = session_->current_epoch();
     if (request_.epoch.has_value() && *request_.epoch != epoch) return std::move(out_);
     epoch_ = epoch;
@@ -253,7 +254,7 @@ class Reserver {
   const Index& index_;
   const Order& order_;
   const Holds& holds_;
-  u64 now_;
+  u64 now_ = 0;
   u64 bound_;
   u64 max_reserved_;
   u32 epoch_ = 0;
@@ -275,7 +276,7 @@ Reserved reserve_in(const std::shared_ptr<Session>& session, const ReserveReques
     Reserved out;
     {
       Reserver reserver(session, request, pending_bound_ns, max_reserved);
-      const Session::Guard guard(*session, Session::Guard::Patience::wait);
+      const Session::Guard guard(*session, Session::Guard::Patience::take);
       if (!guard) {
         out.pages.assign(request.keys.count, -1);
         out.became.assign(request.keys.count, static_cast<u8>(Became::refused));

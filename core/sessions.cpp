@@ -25,7 +25,7 @@ constexpr u64 kLeaveBoundNs = 1'000'000'000;
 void hold_byte(const MappedSegment& map, Identity& me) {
   const std::string self = "/proc/self/fd/" + std::to_string(map.fd());
   KILL_POINT();
-  me.live = Fd(::open(self.c_str(), O_RDWR | O_CLOEXEC));
+  me.live = PrivateFd(self, O_RDWR | O_CLOEXEC);
   if (!me.live) throw os_error("open the segment of '" + map.name() + "' again", errno);
   if (!ofd_lock(me.live.get(), kLivenessBase + me.id, 1) ||
       !ofd_held(map.fd(), kLivenessBase + me.id, 1))
@@ -168,15 +168,20 @@ void Session::let_go(Identity& me, bool swept) const {
   if (swept) swap_if(slot.id, me.id, u64{0});
 }
 
+bool Session::quiet() const {
+  const u64 until = monotonic_ns() + kLeaveBoundNs;
+  while (inside != 0) {
+    if (monotonic_ns() > until) return false;
+    sleep_ns(kAgainNs / 20);
+  }
+  return true;
+}
+
 void Session::leave() {
   if (!ours() || left_.exchange(true)) return;
   // From here on no thread of ours begins a piece of work. Letting the byte go while one is inside
   // would make a living holder read as dead, so a thread that does not come out keeps the session.
-  const u64 until = monotonic_ns() + kLeaveBoundNs;
-  while (inside_ != 0) {
-    if (monotonic_ns() > until) return;
-    sleep_ns(kAgainNs / 20);
-  }
+  if (!quiet()) return;
   bool swept = false;
   if (Guard guard(*this, Guard::Patience::leave); guard && !has_pending()) {
     swept = true;
@@ -187,11 +192,6 @@ void Session::leave() {
     }
   }
   for (auto& me : identities_) let_go(*me, swept);
-}
-
-void Session::forget_in_child() {
-  // Only the descriptors: the mapping of the byte's page is not in the child.
-  for (auto& me : identities_) me->live.reset();
 }
 
 // A thread of this session died inside the lock. Its id may still stand in the lock word, so the
@@ -211,10 +211,21 @@ bool Session::renew() {
 }
 
 Session::Guard::Guard(Session& session, Patience patience) : session_(session) {
-  // Counted before `left_` is looked at: leave() sets that first and then looks at the count.
-  ++session_.inside_;
+  // Counted before the marks are looked at: who closes or leaves sets them first and then looks
+  // at the count.
+  ++session_.inside;
   if (session_.left_ && patience != Patience::leave) return;
-  const u64 deadline = patience == Patience::try_once ? 0 : monotonic_ns() + kLockBoundNs;
+  if (session_.closing && patience == Patience::take) return;
+  try {
+    enter(patience == Patience::try_once ? 0 : monotonic_ns() + kLockBoundNs);
+  } catch (...) {  // no memory: the destructor will not run
+    if (held_) session_.lock_.release(*me_);
+    --session_.inside;
+    throw;
+  }
+}
+
+void Session::Guard::enter(u64 deadline) {
   for (int tries = 0; tries < 2 && !held_; ++tries) {
     {
       const std::lock_guard one(session_.identities_mutex_);
@@ -229,15 +240,21 @@ Session::Guard::Guard(Session& session, Patience patience) : session_(session) {
     return;
   }
   session_.name_namespace(*me_);
+  session_.make_pending();
+}
+
+// In the order in which they were called; one that fails for want of memory stays the next.
+void Session::make_pending() {
   for (;;) {
     std::shared_ptr<Op> op;
     {
-      const std::lock_guard<std::mutex> one(session_.pending_mutex_);
-      if (session_.pending_.empty()) break;
-      op = session_.pending_.front();
-      session_.pending_.pop_front();
+      const std::lock_guard<std::mutex> one(pending_mutex_);
+      if (pending_.empty()) return;
+      op = pending_.front();
     }
-    session_.make(*op);
+    make(*op);
+    const std::lock_guard<std::mutex> one(pending_mutex_);
+    pending_.pop_front();
   }
 }
 
@@ -250,7 +267,7 @@ void Session::name_namespace(const Identity& me) {
 
 Session::Guard::~Guard() {
   if (held_) session_.lock_.release(*me_);
-  --session_.inside_;
+  --session_.inside;
 }
 
 void Session::make(Op& op) {

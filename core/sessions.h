@@ -18,9 +18,6 @@
 
 namespace hostcache {
 
-// Raised in the child handler of fork: what was made before it is the parent's, and does nothing.
-u32 fork_generation();
-
 // A finish or end that is made in order: at once, or by the session's next call or timer.
 struct Op {
   enum class Kind { finish, keep, spoil, end, after_keep };
@@ -50,7 +47,7 @@ class Session {
   // The table lock for one piece of work, after what was left over from earlier calls.
   class Guard {
    public:
-    enum class Patience { wait, try_once, leave };
+    enum class Patience { take, wait, try_once, leave };  // take: for a new hold
     Guard(Session& session, Patience patience);
     ~Guard();
     Guard(const Guard&) = delete;
@@ -58,6 +55,8 @@ class Session {
     explicit operator bool() const { return held_; }
 
    private:
+    void enter(u64 deadline);
+
     Session& session_;
     const Identity* me_ = nullptr;
     bool held_ = false;
@@ -80,7 +79,8 @@ class Session {
   // to whoever sweeps it. Twice is fine.
   void leave();
   bool left() const { return left_; }
-  void forget_in_child();  // after fork: closes what would keep the parent alive
+  // Until no thread of ours is at or under the table lock; false after the bound.
+  bool quiet() const;
 
   bool ours() const { return generation_ == fork_generation(); }
   u64 id() const { return identities_.back()->id; }
@@ -100,6 +100,7 @@ class Session {
   std::vector<std::weak_ptr<class Handle>> handles;
   size_t handles_limit = 64;  // from which on the expired ones are taken out
   std::atomic<bool> closing{false};
+  std::atomic<int> inside{0};  // threads at or under the table lock
 
  private:
   void take_identity();
@@ -109,6 +110,7 @@ class Session {
   void let_go(Identity& me, bool swept) const;
   bool renew();
   void make(Op& op);
+  void make_pending();
   void finish_kept(Txn& txn, const Op& op);
   void name_namespace(const Identity& me);
   bool sweep_one(u32 slot, u64 id);
@@ -128,7 +130,6 @@ class Session {
   std::vector<std::unique_ptr<Identity>> identities_;
   std::recursive_mutex identities_mutex_;  // a renewal sweeps, and so takes the lock
   std::atomic<bool> left_{false};
-  std::atomic<int> inside_{0};  // threads at or under the table lock
   std::mutex pending_mutex_;
   std::deque<std::shared_ptr<Op>> pending_;
 };

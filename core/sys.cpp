@@ -2,14 +2,18 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <mutex>
+#include <vector>
 
 #include "errors.h"
 
@@ -44,6 +48,69 @@ Fd& Fd::operator=(Fd&& other) noexcept {
 
 void Fd::reset() {
   if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+namespace {
+
+std::atomic<u32> generation{0};
+
+// Never destroyed: finalisers may come after static destruction.
+struct PrivateFds {
+  std::mutex mutex;
+  std::vector<int> open;
+};
+PrivateFds& private_fds() {
+  static auto* fds = [] {
+    auto* made = new PrivateFds;
+    pthread_atfork([] { private_fds().mutex.lock(); }, [] { private_fds().mutex.unlock(); },
+                   [] {
+                     generation.fetch_add(1);
+                     for (const int fd : private_fds().open) ::close(fd);
+                     private_fds().open.clear();
+                     private_fds().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *fds;
+}
+
+}  // namespace
+
+u32 fork_generation() {
+  private_fds();  // its handlers count the forks
+  return generation;
+}
+
+PrivateFd::PrivateFd(const std::string& path, int flags) : generation_(fork_generation()) {
+  PrivateFds& fds = private_fds();
+  // No fork between open and the note of it.
+  const std::lock_guard<std::mutex> one(fds.mutex);
+  fd_ = ::open(path.c_str(), flags, 0600);
+  if (fd_ >= 0) fds.open.push_back(fd_);
+}
+
+PrivateFd::PrivateFd(PrivateFd&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
+
+PrivateFd& PrivateFd::operator=(PrivateFd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+    generation_ = other.generation_;
+  }
+  return *this;
+}
+
+void PrivateFd::reset() {
+  if (fd_ >= 0 && generation_ == generation) {
+    PrivateFds& fds = private_fds();
+    const int error = errno;  // callers look at that of the call before
+    const std::lock_guard<std::mutex> one(fds.mutex);
+    std::erase(fds.open, fd_);
+    ::close(fd_);
+    errno = error;
+  }
   fd_ = -1;
 }
 

@@ -23,6 +23,27 @@ class Fd {
   int fd_ = -1;
 };
 
+// Raised in the child handler of fork: what was made before it is the parent's.
+u32 fork_generation();
+
+// A descriptor whose lock must die with this process: a forked child closes it at once, whichever
+// thread opened it, and what the child inherits of this object does nothing. Opened 0600.
+class PrivateFd {
+ public:
+  PrivateFd() = default;
+  PrivateFd(const std::string& path, int flags);  // not open where open() fails: see errno
+  PrivateFd(PrivateFd&& other) noexcept;
+  PrivateFd& operator=(PrivateFd&& other) noexcept;
+  ~PrivateFd() { reset(); }
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+  u32 generation_ = 0;
+};
+
 u64 monotonic_ns();
 u64 realtime_ns();
 u64 random_word();

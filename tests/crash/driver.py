@@ -1,10 +1,11 @@
 """Kills processes at kill points, one after another, and judges what is found.
 
-    python driver.py PACKAGE_FOLDER SCENARIO MODE [LIMIT]
+    python driver.py PACKAGE_FOLDER MODE WHICH [SCENARIO ...]
 
 Runs in a process of its own, on a package with a core that has kill points. MODE: `survivor` (a
 session of ours lives through it), `alone` (all die, the next one verifies), `repair` (the one that
-repairs is killed too). Prints one JSON object: {"points", "kills", "sites", "failures"}.
+repairs is killed too). WHICH kill points: `first` or `ends` (first and last at each place), `all`.
+Prints a JSON object a line: {"scenario", "points", "kills", "sites", "failures"}.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ sys.path[:0] = [sys.argv[1], str(Path(__file__).parent)]
 # An editable install finds its package before any path does.
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith("Scikit")]
 
+from scenarios import SCENARIOS, Scenario, World, pattern, prompt  # noqa: E402
+
 import hostcache as hc  # noqa: E402
 from hostcache import _core  # noqa: E402
-from scenarios import SCENARIOS, Scenario, World, pattern, prompt  # noqa: E402
 
 core: Any = _core
 PARENT_DIES = 1  # prctl(PR_SET_PDEATHSIG)
@@ -77,7 +79,7 @@ class Trial:
             for piece in range(0, len(passed), 100):
                 os.write(write, "".join(f"p {p}\n" for p in passed[piece : piece + 100]).encode())
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (a child must not go on as its parent)
             traceback.print_exc()
             os._exit(1)
 
@@ -125,70 +127,65 @@ def repair_and_die(trial: Trial, at: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def try_at(scenario: Scenario, mode: str, at: int, repair_at: int = 0) -> list[str]:
+def try_at(scenario: Scenario, mode: str, at: int, repair_at: int = 0) -> tuple[bool, list[str]]:
+    """Whether the process died at that point (it may pass fewer, where a survivor's timer does
+    part of the work), and what is wrong after.
+    """
     with Trial(scenario, mode) as trial:
         survivor = None
         if mode == "survivor":
             survivor = World(trial.root, scenario.pages).open()
         status, _, ready = trial.child(at)
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            return [f"the process ended with status {status} instead of being killed"]
+        died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if not died and status != 0:
+            return False, [f"the process ended with status {status} instead of being killed"]
         if repair_at:
             repair_and_die(trial, repair_at)
         cache = survivor or World(trial.root, scenario.pages).open()
         if cache.info["replaced"]:
-            return [f"the cache was replaced: {cache.info['replaced']}"]
+            return died, [f"the cache was replaced: {cache.info['replaced']}"]
         wrong = judge(cache, ready if scenario.keeps else [], scenario.pages < 1000)
         cache.close()
-        return wrong
+        return died, wrong
 
 
-def chosen(points: list[str], limit: int) -> list[int]:
-    """Numbers of the kill points to die at: the first and last at each place, then others evenly,
-    up to `limit` (0: all).
+def chosen(points: list[str], which: str) -> list[int]:
+    """Numbers of the kill points to die at: `all`, or the `first` at each place in the code, or
+    the first and the last (`ends`).
     """
-    everything = range(1, len(points) + 1)
-    if not limit:
-        return list(everything)
-    first = {site: n for n, site in reversed(list(enumerate(points, start=1)))}
-    last = {site: n for n, site in enumerate(points, start=1)}
-    picked = set(first.values()) | set(last.values())
-    spare = limit - len(picked)
-    if spare > 0:
-        picked.update(list(everything)[:: max(1, len(points) // spare)])
-    return sorted(picked)
+    numbered = list(enumerate(points, start=1))
+    if which == "all":
+        return [n for n, _ in numbered]
+    picked = {site: n for n, site in reversed(numbered)}.values()
+    last = {site: n for n, site in numbered}.values() if which == "ends" else ()
+    return sorted({*picked, *last})
 
 
-def main() -> None:
-    name, mode = sys.argv[2], sys.argv[3]
-    limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+def run(name: str, mode: str, which: str) -> dict[str, object]:
     scenario = SCENARIOS[name]
     with Trial(scenario, mode) as trial:
-        if mode == "survivor":
-            survivor = World(trial.root, scenario.pages).open()
+        survivor = World(trial.root, scenario.pages).open() if mode == "survivor" else None
         status, points, _ = trial.child(0)
         if status != 0:
             raise SystemExit(f"{name} does not run unharmed: status {status}")
-        if mode == "survivor":
+        if survivor:
             survivor.close()
     failures: dict[str, list[str]] = {}
     kills = 0
-    for at in chosen(points, limit):
+    for at in chosen(points, which):
         for repair_at in range(3, 60, 14) if mode == "repair" else (0,):
-            wrong = try_at(scenario, mode, at, repair_at)
-            kills += 1
+            died, wrong = try_at(scenario, mode, at, repair_at)
+            kills += died
             if wrong:
                 failures[f"{at} ({points[at - 1]}), repair {repair_at}"] = wrong[:5]
-    print(
-        json.dumps(
-            {
-                "points": len(points),
-                "kills": kills,
-                "sites": sorted(set(points)),
-                "failures": failures,
-            }
-        )
-    )
+    sites = sorted(set(points))
+    return {"points": len(points), "kills": kills, "sites": sites, "failures": failures}
+
+
+def main() -> None:
+    mode, which = sys.argv[2:4]
+    for name in sys.argv[4:] or SCENARIOS:
+        print(json.dumps({"scenario": name, **run(name, mode, which)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, DynamicLayer
 
-from hostcache.adapters._transformers_kv import new_kv
 from hostcache.config import whole_number
 from hostcache.errors import BadValue, Unsupported
 
@@ -82,28 +81,23 @@ class Layout:
                     start = (place - first) * size
                     np.copyto(page[i, half], tokens[:, start : start + size])
 
-    def read(self, views: Sequence[memoryview], kv: Any, capacity: int) -> None:
-        """Make the tokens of `views`, the pages of a prompt from its start, those of `kv`, an
-        empty cache of `new_kv` that gets room for `capacity` tokens.
+    def read(self, views: Sequence[memoryview], kv: Any) -> None:
+        """Append the tokens of `views`, the pages of a prompt from its start, to `kv`, an empty
+        DynamicCache.
 
-        All is copied: no tensor is ever a view of shared memory.
+        The pages are copied twice, into `staging` and by `update` into the layer, so that no
+        tensor is ever a view of shared memory.
         """
         pages = [self._page(view) for view in views]
-        tokens = self.page_tokens * len(pages)
-        for i, (layer, device) in enumerate(zip(kv.layers, self.devices, strict=True)):
-            shape = (1, self.kv_heads, capacity, self.head_dim)
-            rooms = [torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2)]
-            for half, room in enumerate(rooms):
-                there = room[0, :, :tokens]
-                # On the CPU this is `there` itself, elsewhere what is then copied to the device.
-                host = there if device.type == "cpu" else torch.empty_like(there, device="cpu")
-                bits = self._bits(host)
-                for place, page in enumerate(pages):
-                    start = place * self.page_tokens
-                    np.copyto(bits[:, start : start + self.page_tokens], page[i, half])
-                if host is not there:
-                    there.copy_(host)
-            layer.fill(*rooms, tokens)
+        size = self.page_tokens
+        shape = (2, self.kv_heads, size * len(pages), self.head_dim)
+        staging = torch.empty(shape, dtype=self.dtype)
+        bits = self._bits(staging)
+        for i, device in enumerate(self.devices):
+            for place, page in enumerate(pages):
+                np.copyto(bits[:, :, place * size : (place + 1) * size], page[i])
+            keys, values = staging.to(device)
+            kv.update(keys[None], values[None], i)
 
 
 def learn_layout(model: Any, page_tokens: int) -> Layout:
@@ -188,8 +182,8 @@ def _test_write_and_read(model: Any, layout: Layout, kv: Any) -> None:
     """One page of real KV, through private memory: nothing is shared before this is known."""
     page = memoryview(bytearray(layout.page_bytes))
     layout.write(kv, [0], [page])
-    again = new_kv(model)
-    layout.read([page], again, layout.page_tokens + 1)
+    again = DynamicCache(config=model.config)
+    layout.read([page], again)
     for i, (layer, copied) in enumerate(zip(kv.layers, again.layers, strict=True)):
         for stored, found in ((layer.keys, copied.keys), (layer.values, copied.values)):
             bits = _BITS[layout.dtype.itemsize]

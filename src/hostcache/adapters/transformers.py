@@ -33,9 +33,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hostcache.adapters._transformers_kv import new_kv
 from hostcache.adapters._transformers_layout import Layout, cache_argument, learn_layout
 from hostcache.adapters._transformers_model import (
     namespace_of,
@@ -51,8 +50,6 @@ from hostcache.pages import PageFormat
 __all__ = ["CachedModel", "Call", "FirstToken"]
 
 _log = logging.getLogger("hostcache")
-
-_NEW_TOKENS = 128  # for which a prompt that was read has room before its KV must be moved
 
 
 @dataclass(frozen=True)
@@ -241,11 +238,11 @@ class _Run(FirstToken):
         with self._degrading("read"):
             self.kv = self._read(usable)
         if self.kv is None:
-            self.kv, self.reused_pages = new_kv(self.owner.model), 0
+            self.kv, self.reused_pages = self._empty(), 0
         return self.kv
 
     def _read(self, keys: KeyArray) -> Any:
-        kv = new_kv(self.owner.model)
+        kv = self._empty()
         if self.cache is None:
             return kv
         # Of before the lookup: what is computed from here on is void if the cache is cleared.
@@ -256,7 +253,7 @@ class _Run(FirstToken):
                 for i in range(len(lease)):
                     views.append(lease.view(i))  # noqa: PERF401 (keep those before a failure)
             if views:
-                self.layout.read(views, kv, self.input_ids.shape[1] + _NEW_TOKENS)
+                self.layout.read(views, kv)
             self.reused_pages = len(views)
             views.clear()  # a view would hold its page beyond the lease
         return kv
@@ -304,6 +301,9 @@ class _Run(FirstToken):
 
     def _keys(self, tokens: torch.Tensor) -> KeyArray:
         return prefix_keys(tokens[0], self.layout.page_tokens, self.owner.namespace)
+
+    def _empty(self) -> Any:
+        return DynamicCache(config=self.owner.model.config)
 
     @contextmanager
     def _degrading(self, doing: str) -> Iterator[None]:
