@@ -93,11 +93,9 @@ bool Cache::attach_once() {
   const std::string path = options_.root + "/" + options_.name;
   AttachLock lock(options_.root, options_.name, options_.progress);
   Found found = look_at(path, options_.name);
-  if (!found.exists && options_.mode == "attach") {
-    lock.remove_file();
+  if (!found.exists && options_.mode == "attach")
     throw Error(Code::cache_not_found, "there is no cache '" + options_.name + "' in " +
                                            options_.root + "; hostcache ls lists what there is");
-  }
   const bool usable = found.exists && found.verdict.standing == Standing::usable;
   if (usable && options_.mode == "create")
     throw Error(Code::cache_exists, "'" + options_.name + "' exists in " + options_.root +
@@ -123,6 +121,7 @@ bool Cache::attach_once() {
   map_ = std::make_shared<MappedSegment>(std::move(found.fd), path, options_.name, found.verdict);
   try {
     start(std::make_shared<Session>(map_, lock));
+    lock.keep_file();
   } catch (const Session::Moved&) {
     return false;
   } catch (const Error& e) {

@@ -38,6 +38,7 @@ bool AttachLock::try_once(const std::string& name, const Progress& progress, Not
     // Never O_CREAT on what exists: in a sticky folder that fails even for root.
     if (!fd_ && errno == ENOENT) {
       fd_ = PrivateFd(path_, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW);
+      made_ = static_cast<bool>(fd_);
       if (fd_ && fchmod(fd_.get(), 0600) != 0) throw os_error("fchmod " + path_, errno);
     }
     if (!fd_ && errno != EEXIST) throw os_error("open the lock file " + path_, errno);
@@ -52,6 +53,7 @@ bool AttachLock::try_once(const std::string& name, const Progress& progress, Not
     const bool leads_here = stat(path_.c_str(), &named) == 0 && fstat(fd_.get(), &ours) == 0 &&
                             named.st_ino == ours.st_ino && named.st_dev == ours.st_dev;
     if (leads_here) return true;
+    made_ = false;
     fd_.reset();  // removed while we waited: start again with the file that has the name now
     return false;
   }
@@ -81,7 +83,9 @@ AttachLock::AttachLock(const std::string& root, const std::string& name, const P
   tick(0, 0);
 }
 
-AttachLock::~AttachLock() = default;  // closing the descriptor lets go
+AttachLock::~AttachLock() {
+  if (made_) remove_file();
+}  // closing the descriptor lets go
 
 void AttachLock::tick(u64 done, u64 total) {
   Note note;
@@ -101,6 +105,7 @@ void AttachLock::tick(u64 done, u64 total) {
 void AttachLock::remove_file() {
   KILL_POINT();
   unlink(path_.c_str());
+  made_ = false;
 }
 
 Fd open_root(const std::string& root, bool any_filesystem) {

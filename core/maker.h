@@ -20,12 +20,14 @@ class AttachLock {
   AttachLock(const std::string& root, const std::string& name, const Progress& progress);
   AttachLock(const AttachLock&) = delete;
   AttachLock& operator=(const AttachLock&) = delete;
-  AttachLock(AttachLock&&) = default;
   ~AttachLock();
 
   void tick(u64 done, u64 total);  // tells those who wait
   // Takes the lock file away with the lock: nothing of that name is left.
   void remove_file();
+  // The lock file stays. Without it one that we made goes with the lock, so that a call that
+  // failed leaves nothing.
+  void keep_file() { made_ = false; }
 
  private:
   struct Note;
@@ -33,6 +35,7 @@ class AttachLock {
 
   std::string path_;
   PrivateFd fd_;
+  bool made_ = false;
   u64 ticks_ = 0;
 };
 

@@ -167,6 +167,35 @@ def mount_tmpfs(root: str, size: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "hostcache-test", root], check=True)
 
 
+def make_memory_group(limit_bytes: int) -> tuple[str, str]:
+    """A child of this process's own memory cgroup, and why there is none."""
+    refused = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("memory", ""):
+            continue
+        for mount in ("memory",) if controllers else ("", "unified"):
+            group = f"/sys/fs/cgroup/{mount}{path}".rstrip("/") + f"/hostcache-test-{os.getpid()}"
+            try:
+                os.mkdir(group)
+            except OSError as error:
+                refused.append(str(error))
+                continue
+            limit = Path(group, "memory.limit_in_bytes" if controllers else "memory.max")
+            if limit.exists():
+                limit.write_text(str(limit_bytes), encoding="ascii")
+                return group, ""
+            os.rmdir(group)
+            refused.append(f"{group} has no {limit.name}")
+    return "", "; ".join(refused) or "there is no cgroup"
+
+
+def remove_group(folder: str) -> bool:
+    with contextlib.suppress(OSError):  # busy, until the kernel has taken the last process apart
+        os.rmdir(folder)
+    return not os.path.exists(folder)
+
+
 _RUN = """
 import ctypes, importlib, json, os, sys
 ctypes.CDLL(None).prctl(1, 9)

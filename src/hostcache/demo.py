@@ -44,7 +44,7 @@ def run_demo(as_json: bool, root: str | None) -> int:
     """Run the demo and print what came out; the exit status, 0."""
     say(f"The demo keeps about {SHARED_BYTES // 10**6} MB of shared memory in its cache '{CACHE}'.")
     model_folder()  # says so at once if the model is not installed
-    _empty_cache(root)
+    empty_cache(root)
     job = {"model": str(prepare()), "page_tokens": PAGE_TOKENS, "capacity_bytes": SHARED_BYTES}
     cached = job | {"cache": CACHE, "root": root}
     with tempfile.TemporaryDirectory(prefix="hostcache-demo-") as folder:
@@ -58,7 +58,7 @@ def run_demo(as_json: bool, root: str | None) -> int:
                 job | {"question": 1, "cache": "", "stay": False}, Path(folder, "c.npy")
             )
         figures = compare(cold, warm, plain)
-    print(json.dumps(figures, indent=2) if as_json else _text(figures), flush=True)
+    print(json.dumps(figures, indent=2) if as_json else as_text(figures), flush=True)
     return 0
 
 
@@ -68,7 +68,7 @@ def page_format() -> PageFormat:
     return PageFormat(TOKEN_BYTES * PAGE_TOKENS, PAGE_TOKENS, [fragment] * (2 * LAYERS))
 
 
-def _empty_cache(root: str | None) -> None:
+def empty_cache(root: str | None) -> None:
     """Make the cache, or clear the one that an earlier run left. Too little room is told here."""
     pages = page_format()
     needed = SHARED_BYTES // pages.page_bytes
@@ -152,7 +152,7 @@ def compare(cold: dict[str, Any], warm: dict[str, Any], plain: dict[str, Any]) -
     }
 
 
-def _text(figures: dict[str, Any]) -> str:
+def as_text(figures: dict[str, Any]) -> str:
     """The same for people."""
     sooner = figures["cold_s"] / figures["warm_s"]
     if figures["identical"]:

@@ -4,6 +4,8 @@ those without the cache, each difference explained by how close the two best log
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +16,10 @@ import hostcache as hc
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from hostcache import demo_model, demo_text  # noqa: E402
+from hostcache import demo, demo_model, demo_text  # noqa: E402
 from hostcache.adapters.transformers import CachedModel  # noqa: E402
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
 
 PAGE = 16
 ANSWER_TOKENS = 16
@@ -27,8 +29,8 @@ EXPLAINED_LOGITS = 1e-2
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[tuple[Any, Any]]:
-    """Model and tokenizer; converted first where that was not done yet."""
+def model() -> Iterator[Any]:
+    """SmolLM2-135M in float32; converted first where that was not done yet."""
     try:
         folder = demo_model.model_folder()
     except hc.Unsupported as error:
@@ -36,9 +38,23 @@ def smollm2() -> Iterator[tuple[Any, Any]]:
     assert demo_model.prepare() == folder
     before = torch.get_num_threads()
     torch.set_num_threads(min(2, before))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    yield model, transformers.AutoTokenizer.from_pretrained(folder)
+    yield transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def cached(model: Any) -> Iterator[CachedModel]:
+    """One cache for all documents."""
+    root = tempfile.mkdtemp(prefix="hostcache-test-", dir="/dev/shm")
+    with CachedModel(model, "answers", page_tokens=PAGE, capacity="256MiB", root=root) as one:
+        yield one
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def differing() -> list[int]:
+    """Documents whose answers differed."""
+    return []
 
 
 def prompt_ids(tokenizer: Any, number: int, question: int) -> Any:
@@ -73,32 +89,6 @@ def same_bits(one: Any, other: Any, tokens: int) -> bool:
     )
 
 
-def test_answers_are_those_without_the_cache(smollm2: tuple[Any, Any], root: str) -> None:
-    model, tokenizer = smollm2
-    differing = []
-    with CachedModel(model, "answers", page_tokens=PAGE, capacity="256MiB", root=root) as cached:
-        for number in range(DOCUMENTS):
-            first, second = (prompt_ids(tokenizer, number, question) for question in (0, 1))
-            assert 150 <= first.shape[1] <= 600
-            stored = cached.generate(first, max_new_tokens=2, return_dict_in_generate=True)
-            warm = ask(cached.generate, second)
-            plain = ask(model.generate, second)
-            reused = cached.last.reused_tokens  # type: ignore[union-attr]
-            shared = int(
-                (first[0, : second.shape[1]] != second[0, : first.shape[1]]).int().argmax()
-            )
-            assert reused == shared // PAGE * PAGE > 100
-            assert same_bits(stored.cache, warm.cache, reused)
-            if gap := difference(warm, plain, second.shape[1]):
-                differing.append(gap)
-                print(f"document {number}: {gap}")
-        assert cached.cache is not None
-        assert cached.cache.check() == []
-    print(f"{DOCUMENTS - len(differing)} of {DOCUMENTS} answers are equal")
-    assert len(differing) <= 1
-    assert all(gap["best two logits apart"] < EXPLAINED_LOGITS for gap in differing)
-
-
 def difference(warm: Any, plain: Any, start: int) -> dict[str, float]:
     """Where two answers first differ, by how much their logits do, and how close the choice was;
     empty if they are equal.
@@ -116,3 +106,35 @@ def difference(warm: Any, plain: Any, start: int) -> dict[str, float]:
         "best two logits apart": float(best[0] - best[1]),
         "logits differ by": float((warm.logits[step] - plain.logits[step]).abs().max()),
     }
+
+
+def test_the_demo_knows_the_pages_of_its_model(model: Any, root: str) -> None:
+    pages = demo.page_format()
+    assert pages.page_bytes == 64 * 46_080
+    with CachedModel(model, "pages", page_tokens=64, capacity="8MiB", root=root) as one:
+        assert one.page_format == pages
+
+
+@pytest.mark.parametrize("number", range(DOCUMENTS))
+def test_answers_are_those_without_the_cache(
+    cached: CachedModel, differing: list[int], number: int
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cached.model.name_or_path)
+    first, second = (prompt_ids(tokenizer, number, question) for question in (0, 1))
+    assert 150 <= first.shape[1] <= 600
+    stored = cached.generate(first, max_new_tokens=2, return_dict_in_generate=True)
+    warm = ask(cached.generate, second)
+    plain = ask(cached.model.generate, second)
+    assert cached.last is not None
+    reused = cached.last.reused_tokens
+    shared = int((first[0, : second.shape[1]] != second[0, : first.shape[1]]).int().argmax())
+    assert reused == shared // PAGE * PAGE > 100
+    assert same_bits(stored.cache, warm.cache, reused)
+    gap = difference(warm, plain, second.shape[1])
+    if gap:
+        differing.append(number)
+        print(f"document {number}: {gap}")
+        assert gap["best two logits apart"] < EXPLAINED_LOGITS
+    assert len(differing) <= DOCUMENTS // 10, f"answers to documents {differing} differ"
+    assert cached.cache is not None
+    assert cached.cache.check() == []

@@ -109,6 +109,11 @@ def answer(cached: CachedModel, ids: Any, new: int = 8, **more: Any) -> tuple[li
     return output[0].tolist(), cached.last
 
 
+def kv_of(output: Any) -> Any:
+    """The DynamicCache that `generate` returns, by its name in this version."""
+    return output.cache if "cache" in output else output.past_key_values
+
+
 def kv_bits(kv: Any, tokens: int) -> list[Any]:
     """Bits of the first `tokens` of every K and V, for comparing."""
     bits = {2: torch.int16, 4: torch.int32}[kv.layers[0].keys.dtype.itemsize]
@@ -173,8 +178,7 @@ def test_bytes_read_are_bytes_stored(folder: Path, root: str, dtype: str) -> Non
     ids = prompt(90)
     how = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     with wrap(model, root) as cached:
-        cold = cached.generate(ids, **how).cache
-        warm = cached.generate(ids, **how).cache
+        cold, warm = (kv_of(cached.generate(ids, **how)) for _ in range(2))
         assert cached.last is not None
         assert cached.last.reused_tokens == 80
         pairs = zip(kv_bits(cold, 80), kv_bits(warm, 80), strict=True)
@@ -421,7 +425,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "state space": ("LinearAttentionLayer", lambda: tiny("Mamba", state_size=4)),
     "shared KV": (
-        "DummyLayer",
+        "num_kv_shared_layers",
         lambda: tiny(
             "Gemma3n",
             "TextConfig",
@@ -436,7 +440,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
     "latent attention": (
-        r"layer 0 has values \(1, 1, 16, 8\)",
+        "layer 0 has values .* only equal layers",
         lambda: tiny(
             "DeepseekV3",
             num_key_value_heads=4,

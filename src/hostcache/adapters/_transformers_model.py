@@ -75,7 +75,13 @@ def refuse_model(model: Any) -> None:
         raise Unsupported("the model is in training mode (dropout); call model.eval() first")
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise Unsupported(f"the model is split over {model.tp_size} ranks (tensor parallel)")
-    for kind in _rope_kinds(model.config):
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", None):
+        raise Unsupported(
+            f"{text.num_kv_shared_layers} layers of {type(model).__name__} use the KV of others "
+            "(num_kv_shared_layers); only models whose every layer has its own can be cached"
+        )
+    for kind in _rope_kinds(text):
         if "dynamic" in kind or kind == "longrope":
             raise Unsupported(
                 f"rope_type {kind!r}: there the KV of a token depends on how long the prompt "
@@ -84,9 +90,8 @@ def refuse_model(model: Any) -> None:
 
 
 def _rope_kinds(config: Any) -> Iterator[str]:
-    """Each `rope_type` of the decoder, wherever the version and the model keep it."""
-    text = config.get_text_config(decoder=True)
-    pending = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    """Each `rope_type` of a decoder's config, wherever the version and the model keep it."""
+    pending = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     while pending:
         value = pending.pop()
         if isinstance(value, Mapping):
