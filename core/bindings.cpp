@@ -126,7 +126,7 @@ struct PyHold {
 
 struct PyCache {
   std::shared_ptr<Cache> cache;
-  u64 page_bytes() const { return cache->map().shape().page_bytes; }
+  u64 page_bytes() const { return cache->facts().shape.page_bytes; }
   nb::object wrap(std::shared_ptr<Handle> handle) const {
     return handle ? nb::cast(PyHold{std::move(handle), page_bytes()}) : nb::none();
   }
@@ -190,17 +190,17 @@ PyCache open_cache(const std::string& root, const std::string& name, const std::
 
 nb::dict info_of(const PyCache& self) {
   Cache& cache = *self.cache;
-  const MappedSegment& map = cache.map();
-  const Geometry& g = map.segment().geometry();
+  const Cache::Facts& facts = cache.facts();
+  const Geometry& g = facts.geometry;
   nb::dict d;
-  d["name"] = map.name();
-  d["path"] = map.path();
+  d["name"] = facts.name;
+  d["path"] = facts.path;
   d["format"] = kFormat;
-  d["random"] = map.random();
+  d["random"] = facts.random;
   d["page_bytes"] = g.page_bytes;
   d["page_tokens"] = g.page_tokens;
   d["page_count"] = g.page_count;
-  d["fragments"] = map.shape().fragments;
+  d["fragments"] = facts.shape.fragments;
   d["table_bytes"] = g.pages_at;
   d["size_bytes"] = g.size;
   d["made"] = cache.made();

@@ -118,9 +118,10 @@ bool Cache::attach_once() {
     if (!found.exists || found.verdict.standing != Standing::usable) return false;
   }
   refuse_other_shape(found.verdict.shape);
-  map_ = std::make_shared<MappedSegment>(std::move(found.fd), path, options_.name, found.verdict);
+  auto map =
+      std::make_shared<MappedSegment>(std::move(found.fd), path, options_.name, found.verdict);
   try {
-    start(std::make_shared<Session>(map_, lock));
+    start(std::make_shared<Session>(map, lock));
     lock.keep_file();
   } catch (const Session::Moved&) {
     return false;
@@ -128,10 +129,10 @@ bool Cache::attach_once() {
     // It was verified because nobody lives in it, and the attach lock keeps it so.
     if (e.code() != Code::damaged || options_.mode == "attach") throw;
     replaced_ = e.what();
-    const u64 replaced = load(map_->segment().control().replaced) + 1;
+    const u64 replaced = load(map->segment().control().replaced) + 1;
     KILL_POINT();
     unlink(path.c_str());
-    map_.reset();  // there need not be room for both
+    map.reset();  // there need not be room for both
     KILL_POINT();
     make(lock, root.get(), replaced);
     return false;
@@ -141,6 +142,8 @@ bool Cache::attach_once() {
 
 void Cache::start(std::shared_ptr<Session> session) {
   Keeper::add(session);
+  const MappedSegment& map = session->map();
+  facts_ = {map.path(), map.name(), map.shape(), map.segment().geometry(), map.random()};
   session_ = std::move(session);
   generation_ = fork_generation();
 }
@@ -149,8 +152,8 @@ void Cache::attach_or_make() {
   // A name can be taken away and made again under us, but each time somebody else made progress.
   for (int tries = 0; tries < 100; ++tries) {
     if (!attach_once()) continue;
-    name_session(*session_);
-    session_->sweep();
+    name_session(*session());
+    session()->sweep();
     return;
   }
   throw Error(Code::busy, "cache '" + options_.name +
@@ -166,12 +169,16 @@ std::shared_ptr<Cache> Cache::open(OpenOptions options) {
   return cache;
 }
 
+Error Cache::closed_error() const {
+  return Error(Code::lease_ended, "cache '" + options_.name + "' is closed; open it again");
+}
+
 std::shared_ptr<Session> Cache::session() {
-  if (closed_)
-    throw Error(Code::lease_ended, "cache '" + options_.name + "' is closed; open it again");
-  if (generation_ == fork_generation()) return session_;
-  adopt();
-  return session_;
+  if (closed_) throw closed_error();
+  if (generation_ != fork_generation()) adopt();
+  auto session = session_.load();
+  if (!session) throw closed_error();  // closed by another thread meanwhile
+  return session;
 }
 
 // A forked child: what it inherited is its parent's, and it takes a session of its own. A mutex
@@ -185,9 +192,10 @@ void Cache::adopt() {
       continue;
     }
     try {
-      if (inherited_ == nullptr) inherited_ = new std::shared_ptr<Session>(std::move(session_));
+      if (inherited_ == nullptr)
+        inherited_ = new std::shared_ptr<Session>(session_.exchange(nullptr));
       const AttachLock lock(options_.root, options_.name, nullptr);
-      auto session = std::make_shared<Session>(map_, lock);
+      auto session = std::make_shared<Session>((*inherited_)->map_ptr(), lock);
       name_session(*session);
       start(std::move(session));
     } catch (const Session::Moved&) {
@@ -222,9 +230,9 @@ Reserved Cache::reserve(const ReserveRequest& request) {
 std::shared_ptr<Handle> Cache::claim(const std::string& bytes, u32 part) {
   const auto s = session();
   const Token token = read_token(bytes);
-  if (token.random != map_->random()) return nullptr;  // of another segment
+  if (token.random != s->map().random()) return nullptr;  // of another segment
   for (const u32 page : token.pages)
-    if (page >= map_->segment().geometry().page_count && page != kNone) return nullptr;
+    if (page >= s->segment().geometry().page_count && page != kNone) return nullptr;
   Handle::What what{token.number, token.kind,
                     token.parts,  static_cast<int>(part),
                     s->id(),      check_pages(token.pages),
@@ -307,7 +315,10 @@ Stats Cache::stats(bool count_pinned) {
   return count_stats(s->segment(), count_pinned);
 }
 
-std::vector<SlotInfo> Cache::sessions() { return list_sessions(session()->segment(), map_->fd()); }
+std::vector<SlotInfo> Cache::sessions() {
+  const auto s = session();
+  return list_sessions(s->segment(), s->map().fd());
+}
 
 std::vector<std::string> Cache::check() {
   const auto s = session();
@@ -336,7 +347,10 @@ std::vector<std::string> Cache::check() {
 
 void Cache::close() {
   if (closed_.exchange(true)) return;
-  if (session_ && session_->ours()) close_session(*session_);
+  // Ours goes: the memory goes with the last view, which keeps the session by its hold.
+  const auto session = session_.exchange(nullptr);
+  if (session && session->ours()) close_session(*session);
+  if (session && !session->ours()) new std::shared_ptr<Session>(session);  // the parent's: left
 }
 
 Peek peek(const std::string& root, const std::string& name) {

@@ -83,8 +83,16 @@ class Cache {
   void close();
 
   bool closed() const { return closed_; }
-  bool orphaned() const { return !map_->name_leads_here(); }
-  const MappedSegment& map() const { return *map_; }
+  bool orphaned() { return !closed_ && !session()->map().name_leads_here(); }
+  // What was attached to; stays known after close.
+  struct Facts {
+    std::string path;
+    std::string name;
+    Shape shape;
+    Geometry geometry{};
+    u64 random = 0;
+  };
+  const Facts& facts() const { return facts_; }
   bool made() const { return made_; }
   const std::string& replaced() const { return replaced_; }
   u64 session_id() { return session()->id(); }
@@ -102,8 +110,9 @@ class Cache {
   void raise_epoch(u64& word);
 
   OpenOptions options_;
-  std::shared_ptr<MappedSegment> map_;
-  std::shared_ptr<Session> session_;
+  Facts facts_;
+  std::atomic<std::shared_ptr<Session>> session_;
+  Error closed_error() const;
   std::shared_ptr<Session>* inherited_ = nullptr;  // the parent's: left behind, never ended here
   std::atomic<u32> generation_{0};
   std::atomic<u32> adopting_{0};

@@ -101,11 +101,9 @@ void Session::take_identity() {
 }
 
 Error Session::no_slot() const {
-  return Error(Code::no_room, "cache '" + map_->name() + "' has " +
-                                  std::to_string(s_.geometry().slot_count) +
-                                  " session slots and living sessions have all of them; close "
-                                  "some (hostcache stat " +
-                                  map_->name() + " lists them)");
+  const std::string slots = std::to_string(s_.geometry().slot_count);
+  return Error(Code::no_room, slots + " of the " + slots + " session slots of cache '" +
+                                  map_->name() + "' are taken by living sessions; close some");
 }
 
 // Nobody lives: undo an open log, verify every invariant, and give back all that was held. Who
@@ -414,10 +412,11 @@ void Session::join_namespace(const u8 digest[32], const std::string& label) {
       continue;
     }
     if (claim_namespace(digest, label)) return;
-    throw Error(Code::no_room, "cache '" + map_->name() + "' has " +
-                                   std::to_string(s_.geometry().namespace_count - 1) +
-                                   " namespace records and living sessions name all of them; "
-                                   "close sessions of namespaces that are not needed");
+    const std::string records = std::to_string(s_.geometry().namespace_count - 1);
+    throw Error(Code::no_room, records + " of the " + records + " namespace records of cache '" +
+                                   map_->name() +
+                                   "' are named by living sessions; close sessions of namespaces "
+                                   "that are not needed");
   } while (monotonic_ns() < until);
   throw Error(Code::busy, "the table lock of cache '" + map_->name() +
                               "' could not be had in 2 s; is a process stopped inside it? "

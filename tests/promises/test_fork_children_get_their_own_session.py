@@ -196,6 +196,7 @@ def hammer(cache: hc.KvCache, number: int, going_on: threading.Event, wrong: lis
             store(cache, lease.missing)
         if number == 0:
             cache.reserve(keys_of("never", 3)).abort()
+        time.sleep(0.0002)  # the one that forks wants the GIL too
 
 
 def forks_while_threads_hammer(root: str) -> None:
