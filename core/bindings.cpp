@@ -332,8 +332,9 @@ nb::dict peek_at(const std::string& root, const std::string& name, bool) {
   return d;
 }
 
-nb::dict inspect_at(const std::string& root, const std::string& name, bool any_filesystem) {
-  const Inspection i = unlocked([&] { return inspect(root, name, any_filesystem); });
+nb::dict inspect_at(const std::string& root, const std::string& name, bool any_filesystem,
+                    bool living_too) {
+  const Inspection i = unlocked([&] { return inspect(root, name, any_filesystem, living_too); });
   nb::dict d;
   d["stats"] = dict_of(i.stats);
   d["namespaces"] = list_of(i.namespaces);
@@ -420,7 +421,8 @@ NB_MODULE(_core, m) {
   bind_hold(m);
   bind_cache(m);
   m.def("peek", &peek_at, "root"_a, "name"_a, "any_filesystem"_a = false);
-  m.def("inspect", &inspect_at, "root"_a, "name"_a, "any_filesystem"_a = false);
+  m.def("inspect", &inspect_at, "root"_a, "name"_a, "any_filesystem"_a = false,
+        "living_too"_a = false);
   m.def("names", &list_names, "root"_a, Unlocked());
   m.def("remove", &remove_name, "root"_a, "name"_a, "force"_a, "any_filesystem"_a = false,
         Unlocked());

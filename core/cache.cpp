@@ -364,7 +364,8 @@ Peek peek(const std::string& root, const std::string& name) {
   return out;
 }
 
-Inspection inspect(const std::string& root, const std::string& name, bool any_filesystem) {
+Inspection inspect(const std::string& root, const std::string& name, bool any_filesystem,
+                   bool living_too) {
   const Fd root_fd = open_root(root, any_filesystem);
   const AttachLock lock(root, name, nullptr);
   Found found = look_at(root + "/" + name, name);
@@ -372,7 +373,8 @@ Inspection inspect(const std::string& root, const std::string& name, bool any_fi
     throw Error(Code::cache_not_found, "there is no cache '" + name + "' in " + root);
   if (found.verdict.standing != Standing::usable)
     throw Error(code_of(found.verdict.standing), found.verdict.problem);
-  if (found.living) throw Error(Code::busy, "sessions live in cache '" + name + "'; attach to it");
+  if (found.living && !living_too)
+    throw Error(Code::busy, "sessions live in cache '" + name + "'; attach to it");
   const Geometry& g = found.verdict.header.geometry;
   std::vector<u64> copy(g.pages_at / 8);
   for (u64 at = 0; at < g.pages_at;) {
@@ -383,9 +385,9 @@ Inspection inspect(const std::string& root, const std::string& name, bool any_fi
   }
   const Segment still(reinterpret_cast<u8*>(copy.data()), g);
   Control& c = still.control();
-  if (c.lock != 0 && !roll_back(still)) c.damaged = 1;
+  if (!found.living && c.lock != 0 && !roll_back(still)) c.damaged = 1;
   Inspection out;
-  out.findings = check_table(still);
+  if (!found.living) out.findings = check_table(still);
   out.stats = count_stats(still, out.findings.empty());
   out.namespaces = list_namespaces(still);
   out.sessions = list_sessions(still, found.fd.get());

@@ -141,7 +141,9 @@ struct Inspection {
   std::vector<SlotInfo> sessions;
   std::vector<std::string> findings;
 };
-Inspection inspect(const std::string& root, const std::string& name, bool any_filesystem);
+// `living_too`: numbers as they are, without a check, where sessions live; else busy there.
+Inspection inspect(const std::string& root, const std::string& name, bool any_filesystem,
+                   bool living_too);
 std::vector<std::string> list_names(const std::string& root);
 void remove_name(const std::string& root, const std::string& name, bool force, bool any_filesystem);
 

@@ -1,6 +1,7 @@
 #include "handle.h"
 
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 #include "errors.h"
@@ -13,7 +14,14 @@ constexpr u32 kAll = kMaxHoldPages;
 }
 
 Handle::Handle(std::shared_ptr<Session> session, What what)
-    : session_(std::move(session)), what_(std::move(what)) {}
+    : generation_(fork_generation()), session_(std::move(session)), what_(std::move(what)) {
+  what_.random = session_->map().random();
+}
+
+// To be destroyed by the caller, outside the mutex: it may be the session's last.
+std::shared_ptr<Session> Handle::let_go() {
+  return ended_ && views_ == 0 ? std::move(session_) : nullptr;
+}
 
 std::shared_ptr<Handle> Handle::make(std::shared_ptr<Session> session, What what) {
   std::shared_ptr<Handle> handle(new Handle(std::move(session), std::move(what)));
@@ -30,12 +38,16 @@ std::shared_ptr<Handle> Handle::make(std::shared_ptr<Session> session, What what
 // Views hold the handle, so none lives here. A finaliser: the lock is tried once, and what can
 // not be made now is left to the timer.
 Handle::~Handle() {
-  if (session_->ours() && !ended_)
+  if (!ours() || ended_) return;
+  try {
     finish_locked(what_.kind == HoldKind::read, kAll, Patience::try_once);
+  } catch (const std::bad_alloc&) {
+    return;  // no memory to remember it by: the session's end gives it back
+  }
 }
 
 bool Handle::ended() const {
-  if (!session_->ours()) return true;
+  if (!ours()) return true;
   const std::lock_guard<std::mutex> one(mutex_);
   return ended_;
 }
@@ -44,12 +56,12 @@ void Handle::refuse_ended() const {
   throw Error(Code::lease_ended,
               std::string(what_.kind == HoldKind::read ? "the lease" : "the reservation") + " of " +
                   std::to_string(what_.pages.size()) + " pages has ended" +
-                  (session_->ours() ? "" : " for this process: it was taken before a fork") +
+                  (ours() ? "" : " for this process: it was taken before a fork") +
                   "; look its keys up again");
 }
 
 u8* Handle::view(size_t i) {
-  if (!session_->ours()) refuse_ended();
+  if (!ours()) refuse_ended();
   const std::lock_guard<std::mutex> one(mutex_);
   if (ended_) refuse_ended();
   if (what_.part < 0)
@@ -62,14 +74,22 @@ u8* Handle::view(size_t i) {
 }
 
 void Handle::view_gone() {
-  if (!session_->ours()) return;
+  if (!ours()) return;
   std::shared_ptr<Op> due;
+  std::shared_ptr<Session> session;
   {
     const std::lock_guard<std::mutex> one(mutex_);
-    if (--views_ == 0) due = std::move(after_views_);
+    if (--views_ != 0) return;
+    due = std::move(after_views_);
+    session = let_go();
   }
-  if (due) make_now(due, Patience::try_once);
-  if (due && session_->closing) Keeper::wake();
+  if (!due) return;
+  try {
+    make_now(*session, due, Patience::try_once);
+    if (session->closing) Keeper::wake();
+  } catch (const std::bad_alloc&) {
+    return;  // as in the destructor
+  }
 }
 
 std::shared_ptr<Op> Handle::op(Op::Kind kind, bool ok, u32 count) const {
@@ -83,34 +103,35 @@ std::shared_ptr<Op> Handle::op(Op::Kind kind, bool ok, u32 count) const {
   return made;
 }
 
-u32 Handle::make_now(const std::shared_ptr<Op>& op, Patience patience) {
-  if (session_->left()) return 0;
-  if (session_->submit(op, patience)) return op->result.published;
+u32 Handle::make_now(Session& session, const std::shared_ptr<Op>& op, Patience patience) {
+  if (session.left()) return 0;
+  if (session.submit(op, patience)) return op->result.published;
   Keeper::wake();
   return 0;
 }
 
 u32 Handle::finish_locked(bool ok, u32 count, Patience patience) {
   ended_ = true;
-  if (what_.part < 0) return make_now(op(Op::Kind::end, false, 0), patience);
-  if (views_ == 0) return make_now(op(Op::Kind::finish, ok, count), patience);
+  if (what_.part < 0) return make_now(*session_, op(Op::Kind::end, false, 0), patience);
+  if (views_ == 0) return make_now(*session_, op(Op::Kind::finish, ok, count), patience);
   const bool write = what_.kind == HoldKind::write;
   if (write && ok && what_.parts == 0) {
     const auto keep = op(Op::Kind::keep, true, count);
     after_views_ = op(Op::Kind::after_keep, true, count);
     after_views_->of = keep;
-    return make_now(keep, patience);
+    return make_now(*session_, keep, patience);
   }
   after_views_ = op(Op::Kind::finish, ok, count);
-  if (write && !ok) make_now(op(Op::Kind::spoil, false, 0), patience);
+  if (write && !ok) make_now(*session_, op(Op::Kind::spoil, false, 0), patience);
   return 0;
 }
 
 u32 Handle::finish(bool ok, u32 count) {
-  if (!session_->ours()) {
+  if (!ours()) {
     if (ok && what_.kind == HoldKind::write) refuse_ended();
     return 0;
   }
+  std::shared_ptr<Session> last;  // destroyed after the mutex is let go
   const std::lock_guard<std::mutex> one(mutex_);
   const bool write = what_.kind == HoldKind::write;
   if (ended_ && ok && write) refuse_ended();
@@ -119,18 +140,24 @@ u32 Handle::finish(bool ok, u32 count) {
     throw Error(Code::unsupported, "this hold was taken with parts=" + std::to_string(what_.parts) +
                                        ": its parts are committed by those who claim them");
   if (!ok || what_.parts != 0) count = kAll;
-  return finish_locked(ok, count, Patience::wait);
+  const u32 published = finish_locked(ok, count, Patience::wait);
+  last = let_go();
+  return published;
 }
 
 void Handle::end() {
-  if (!session_->ours()) return;
+  if (!ours()) return;
+  std::shared_ptr<Session> last;  // destroyed after the mutex is let go
   const std::lock_guard<std::mutex> one(mutex_);
   if (!ended_) finish_locked(what_.kind == HoldKind::read, kAll, Patience::wait);
+  last = let_go();
 }
 
 bool Handle::close() {
+  std::shared_ptr<Session> last;  // destroyed after the mutex is let go
   const std::lock_guard<std::mutex> one(mutex_);
   if (!ended_) finish_locked(what_.kind == HoldKind::read, kAll, Patience::wait);
+  last = let_go();
   return views_ != 0;
 }
 
@@ -138,8 +165,7 @@ std::string Handle::token() const {
   if (what_.parts == 0 || what_.part >= 0)
     throw Error(Code::unsupported,
                 "only a hold taken with parts= has a token: its taker hands the parts out");
-  return write_token(
-      {session_->map().random(), what_.number, what_.kind, what_.parts, what_.pages});
+  return write_token({what_.random, what_.number, what_.kind, what_.parts, what_.pages});
 }
 
 namespace {

@@ -19,6 +19,7 @@ class Handle : public std::enable_shared_from_this<Handle> {
     u64 session = 0;
     u64 pages_check = 0;
     std::vector<u32> pages;
+    u64 random = 0;  // of the segment
   };
   static std::shared_ptr<Handle> make(std::shared_ptr<Session> session, What what);
   ~Handle();
@@ -42,10 +43,15 @@ class Handle : public std::enable_shared_from_this<Handle> {
   Handle(std::shared_ptr<Session> session, What what);
   using Patience = Session::Guard::Patience;
   std::shared_ptr<Op> op(Op::Kind kind, bool ok, u32 count) const;
-  u32 make_now(const std::shared_ptr<Op>& op, Patience patience);
+  static u32 make_now(Session& session, const std::shared_ptr<Op>& op, Patience patience);
+  std::shared_ptr<Session> let_go();
   u32 finish_locked(bool ok, u32 count, Patience patience);
   [[noreturn]] void refuse_ended() const;
 
+  bool ours() const { return generation_ == fork_generation(); }
+
+  u32 generation_;
+  // Let go once the hold has ended and no view lives: what remains of the handle keeps no memory.
   std::shared_ptr<Session> session_;
   What what_;
   mutable std::mutex mutex_;

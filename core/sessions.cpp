@@ -103,7 +103,10 @@ void Session::take_identity() {
 Error Session::no_slot() const {
   const std::string slots = std::to_string(s_.geometry().slot_count);
   return Error(Code::no_room, slots + " of the " + slots + " session slots of cache '" +
-                                  map_->name() + "' are taken by living sessions; close some");
+                                  map_->name() +
+                                  "' are taken by living sessions; close some (hostcache "
+                                  "stat " +
+                                  map_->name() + " lists them)");
 }
 
 // Nobody lives: undo an open log, verify every invariant, and give back all that was held. Who

@@ -50,12 +50,15 @@ def is_right(view: memoryview, key: Any) -> bool:
 
 STORM_PAGES = 96
 PROMPTS = [keys_of(f"storm/{i}", 24) for i in range(8)]
+EVERY_KEY = np.concatenate(PROMPTS)
+UNREAD = [keys_of(f"unread/{i}", 64) for i in range(3)]  # no one looks into these pages
 WRONG_BYTES = 7
 
 
 class Letters:
     """Memory that the processes of a storm share: a few letters, which one lends by (tokens and
-    their keys), and a step count for each process. A letter torn by a death does not open.
+    their keys), and of each process its session and how many steps it took. A letter torn by a
+    death does not open.
     """
 
     COUNT, SIZE, STEPS_AT = 4, 8192, 4 * 8192
@@ -63,6 +66,7 @@ class Letters:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, self.STEPS_AT + 4096)
         self._steps = np.frombuffer(self._memory, np.uint64, 64, self.STEPS_AT)
+        self.sessions = np.frombuffer(self._memory, np.uint64, 64, self.STEPS_AT + 512)
 
     def post(self, kind: str, token: bytes, keys: Any) -> None:
         text = json.dumps([kind, token.hex(), [bytes(key).hex() for key in keys]]).encode()
@@ -96,12 +100,14 @@ class StormWorker:
         self.letters, self.number, self.pause_s = letters, number, pause_s
         self.cache = hc.KvCache.open("storm", FORMAT, page_count=STORM_PAGES, root=root)
         assert self.cache.info["replaced"] == ""
+        letters.sessions[number] = self.cache.info["session"]
         self.held: list[Any] = []
 
     def run(self) -> NoReturn:
         does = [self.look_up, self.store_whole, self.borrow, self.lend, self.lend_to_read]
+        does += [self.churn, self.forget, self.clear]
         while True:
-            act = random.choices([*does, self.forget, self.clear], [40, 25, 12, 8, 4, 9, 1])[0]
+            act = random.choices(does, [40, 25, 12, 8, 4, 30, 9, 1])[0]
             act(PROMPTS[random.randrange(len(PROMPTS))][: random.randint(1, 24)])
             while len(self.held) > 4:
                 self.held.pop(0)
@@ -144,6 +150,14 @@ class StormWorker:
             reservation.commit(random.randint(0, len(reservation)))
         elif fate < 0.9:
             reservation.abort()  # else: dropped
+
+    def churn(self, _: Any) -> None:
+        """Nearly all of its time is spent inside the lock, where kills are worth most."""
+        for _ in range(16):
+            with self.cache.reserve(random.choice(UNREAD)) as reservation:
+                if random.random() < 0.2:
+                    reservation.commit(min(len(reservation), random.randrange(8)))
+            self.cache.lookup(EVERY_KEY, gaps=True)
 
     def lend(self, keys: Any) -> None:
         reservation = self.cache.reserve(keys, parts=2)

@@ -156,12 +156,15 @@ class Cache:
 def peek(root: str, name: str, any_filesystem: bool = False) -> Peek:
     """CacheNotFound where there is no such file, NotAllowed where it is not ours."""
 
-def inspect(root: str, name: str, any_filesystem: bool = False) -> dict[str, Any]:
-    """Of a segment in which no session lives, without making one and without writing:
+def inspect(
+    root: str, name: str, any_filesystem: bool = False, living_too: bool = False
+) -> dict[str, Any]:
+    """Of a segment, without making a session and without writing:
 
     {"stats": dict, "namespaces": list[NamespaceInfo], "sessions": list[SlotInfo],
      "findings": list[str]}. Under the attach lock, an open log seen as rolled back in a private
-    copy. Raises Busy where a session lives (attach instead), Damaged where nothing can be read.
+    copy. Where a session lives it raises Busy (attach instead), or with `living_too` gives the
+    numbers as they are, unchecked. Damaged where nothing can be read.
     """
 
 def names(root: str) -> list[str]: ...

@@ -8,7 +8,7 @@ from typing import cast
 
 from hostcache import _core
 from hostcache.config import check_name, resolve_root
-from hostcache.errors import BadValue, Busy, CacheNotFound, HostCacheError
+from hostcache.errors import BadValue, Busy, CacheNotFound, HostCacheError, NoRoom
 from hostcache.kv import Root
 from hostcache.stats import Stats
 
@@ -93,7 +93,12 @@ def describe(name: str, root: Root = None, *, check: bool = False) -> Descriptio
     try:
         seen = _core.inspect(folder, name)
     except Busy:
-        return _describe_living(peek, folder, check)
+        try:
+            return _describe_living(peek, folder, check)
+        except NoRoom:  # every slot is taken: then without one, and unchecked
+            if check:
+                raise
+            seen = _core.inspect(folder, name, living_too=True)
     return Description(
         peek,
         Stats.from_dict(seen["stats"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import time
@@ -22,7 +23,7 @@ from helpers import (
     store,
     unheld,
 )
-from processes import LONG_S, Forked, refusal, wait_until
+from processes import LOCK_AT, LONG_S, Forked, refusal, wait_until
 from storm import PROMPTS, STORM_PAGES, Letters, StormWorker, is_right
 
 # Our timer is a thread, so CPython 3.12 and later warn of every fork.
@@ -38,6 +39,8 @@ class Storm:
         self.dying: list[Forked] = []
         self.logs_begun = 0
         self.cache = hc.KvCache.open("storm", FORMAT, page_count=STORM_PAGES, root=root)
+        with open(self.cache.info["path"], "rb") as segment:
+            self.words = mmap.mmap(segment.fileno(), LOCK_AT + 4096, prot=mmap.PROT_READ)
         self.workers = [self.start(number) for number in range(4)]
 
     def start(self, number: int) -> Forked:
@@ -46,6 +49,14 @@ class Storm:
 
         self.logs_begun += 1
         return Forked(work, self.logs / f"worker-{self.logs_begun}", self.own_pids)
+
+    def aim(self, number: int) -> None:
+        """Wait a little for the moment at which it is inside the lock."""
+        wanted = int(self.letters.sessions[number])
+        until = time.monotonic() + 0.01
+        while int.from_bytes(self.words[LOCK_AT : LOCK_AT + 8], "little") >> 1 != wanted:
+            if time.monotonic() > until:
+                return
 
     def kill(self, number: int) -> None:
         """Its successor does not wait until the kernel has taken it apart."""
@@ -70,6 +81,8 @@ class Storm:
         for kill in range(kills):
             time.sleep(random.uniform(least_s, most_s))
             number = random.randrange(4)
+            if kill % 3:
+                self.aim(number)
             self.kill(number)
             if kill % 25 == 0:
                 assert self.all_go_on(but=number), f"kill {kill}: the others stand still"
