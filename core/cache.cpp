@@ -317,7 +317,7 @@ Stats Cache::stats(bool count_pinned) {
 
 std::vector<SlotInfo> Cache::sessions() {
   const auto s = session();
-  return list_sessions(s->segment(), s->map().fd());
+  return list_sessions(s->segment(), s->map().witness());
 }
 
 std::vector<std::string> Cache::check() {
@@ -342,7 +342,12 @@ std::vector<std::string> Cache::check() {
                                   options_.name + " lists the sessions");
     sleep_ns(kAgainNs);
   } while (true);
-  return check_table(Segment(reinterpret_cast<u8*>(copy.data()), live.geometry()));
+  const Segment still(reinterpret_cast<u8*>(copy.data()), live.geometry());
+  // Who attached while we copied has a slot with a number above the copied counter, which only
+  // rises and is not under the table lock: the later one holds.
+  still.control().next_id = load(live.control().next_id);
+  still.control().next_id_check = ~still.control().next_id;
+  return check_table(still);
 }
 
 void Cache::close() {
@@ -390,7 +395,7 @@ Inspection inspect(const std::string& root, const std::string& name, bool any_fi
   if (!found.living) out.findings = check_table(still);
   out.stats = count_stats(still, out.findings.empty());
   out.namespaces = list_namespaces(still);
-  out.sessions = list_sessions(still, found.fd.get());
+  out.sessions = list_sessions(still, Witness(found.fd.get()));
   return out;
 }
 

@@ -347,7 +347,7 @@ std::vector<NamespaceInfo> list_namespaces(const Segment& s) {
   return out;
 }
 
-std::vector<SlotInfo> list_sessions(const Segment& s, int witness_fd) {
+std::vector<SlotInfo> list_sessions(const Segment& s, const Witness& witness) {
   std::vector<SlotInfo> out;
   const u64 now = monotonic_ns();
   for (u32 i = 0; i < s.geometry().slot_count; ++i) {
@@ -361,7 +361,7 @@ std::vector<SlotInfo> list_sessions(const Segment& s, int witness_fd) {
                   command,
                   static_cast<double>(slot.opened_ns) * 1e-9,
                   static_cast<u32>(slot.ns),
-                  ofd_held(witness_fd, kLivenessBase + id, 1),
+                  !witness.gone(kLivenessBase + id, 1),
                   0,
                   0,
                   0};

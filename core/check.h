@@ -41,6 +41,6 @@ struct SlotInfo {
   u64 reserved_pages = 0;
   double oldest_hold_s = 0;
 };
-std::vector<SlotInfo> list_sessions(const Segment& segment, int witness_fd);
+std::vector<SlotInfo> list_sessions(const Segment& segment, const Witness& witness);
 
 }  // namespace hostcache

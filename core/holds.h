@@ -69,7 +69,9 @@ class Holds {
   void drop_all(Txn& txn) const;
 
   void pin(Txn& txn, u32 page) const;
-  bool can_pin(u32 page) const { return Use::pins(s_.entry(page).use) < Use::kMaxPins; }
+  bool can_pin(u32 page, u64 times) const {
+    return Use::pins(s_.entry(page).use) + times <= Use::kMaxPins;
+  }
   u64 reserved_by(u64 session) const;
   void set_heir(Txn& txn, u64 of, u32 after, u64 heir, u32 heir_page) const;
 

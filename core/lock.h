@@ -27,7 +27,7 @@ enum class Acquired { yes, busy, owner_died };
 
 class TableLock {
  public:
-  TableLock(const Segment& segment, int witness_fd) : s_(segment), fd_(witness_fd) {}
+  TableLock(const Segment& segment, const Witness& witness) : s_(segment), witness_(witness) {}
 
   // Waits until `deadline_ns` (CLOCK_MONOTONIC); 0 tries once. After a busy answer the same
   // holder is not waited for again. owner_died: a thread of this session died inside; its id is
@@ -37,7 +37,7 @@ class TableLock {
 
   // Whether the holder of the word is gone: by its robust word, or by its liveness byte.
   bool holder_dead(u64 id) const;
-  bool session_dead(u64 id) const { return !ofd_held(fd_, kLivenessBase + id, 1); }
+  bool session_dead(u64 id) const { return witness_.gone(kLivenessBase + id, 1); }
 
   static void init_mutex(Slot& slot);
 
@@ -46,7 +46,7 @@ class TableLock {
   bool take_over(const Identity& me, u64 word, u64 waiters);
 
   const Segment& s_;
-  int fd_;
+  const Witness& witness_;
   std::atomic<u64> busy_word_{0};
   std::atomic<u64> busy_txn_{0};
   std::atomic<u64> lost_id_{0};  // of ours, whose thread died inside

@@ -128,8 +128,9 @@ std::shared_ptr<Handle> hold_pages(const std::shared_ptr<Session>& session, cons
   for (const Ready& ready : seen.pages) what.pages.push_back(ready.page);
   what.pages_check = check_pages(what.pages);
   Txn txn(session->segment());
+  // A key may be named more than once, so that its page is pinned as often.
   const bool pinnable =
-      std::all_of(pins.begin(), pins.end(), [&](u32 p) { return holds.can_pin(p); });
+      std::all_of(pins.begin(), pins.end(), [&](u32 p) { return holds.can_pin(p, pins.size()); });
   what.number = pinnable ? holds.draw_number(txn, pins.size(), parts) : 0;
   if (what.number == 0) return nullptr;
   for (const u32 page : pins) holds.pin(txn, page);

@@ -215,6 +215,7 @@ u8* map_whole(int fd, u64 size, const std::string& path) {
 
 MappedSegment::MappedSegment(Fd fd, std::string path, std::string name, const Verdict& verdict)
     : fd_(std::move(fd)),
+      witness_(fd_.get()),
       path_(std::move(path)),
       name_(std::move(name)),
       shape_(verdict.shape),

@@ -139,10 +139,12 @@ class MappedSegment {
   const Shape& shape() const { return shape_; }
   u64 random() const { return random_; }
   bool name_leads_here() const;
-  bool anybody_lives() const { return ofd_held(fd_.get(), kLivenessBase, 0); }
+  bool anybody_lives() const { return !witness_.gone(kLivenessBase, 0); }
+  const Witness& witness() const { return witness_; }
 
  private:
   Fd fd_;
+  Witness witness_;
   std::string path_;
   std::string name_;
   Shape shape_;

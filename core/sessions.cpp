@@ -73,7 +73,7 @@ Session::Session(std::shared_ptr<MappedSegment> map, const AttachLock&)
       index_(s_),
       order_(s_, index_),
       holds_(s_, index_, order_),
-      lock_(s_, map_->fd()),
+      lock_(s_, map_->witness()),
       generation_(fork_generation()) {
   take_identity();
 }
@@ -178,20 +178,25 @@ bool Session::quiet() const {
   return true;
 }
 
+// In steps, letting the lock go between them; false where it can not be had.
+bool Session::give_back(const Identity& me) {
+  for (bool done = false; !done;) {
+    const Guard guard(*this, Guard::Patience::leave);
+    if (!guard || has_pending()) return false;
+    Txn txn(s_);
+    done = holds_.sweep_step(txn, me.id);
+    if (done) txn.store(s_.slot(me.slot).ns, u64{0});
+  }
+  return true;
+}
+
 void Session::leave() {
   if (!ours() || left_.exchange(true)) return;
   // From here on no thread of ours begins a piece of work. Letting the byte go while one is inside
   // would make a living holder read as dead, so a thread that does not come out keeps the session.
   if (!quiet()) return;
-  bool swept = false;
-  if (Guard guard(*this, Guard::Patience::leave); guard && !has_pending()) {
-    swept = true;
-    for (const auto& me : identities_) {
-      Txn txn(s_);
-      while (!holds_.sweep_step(txn, me->id)) txn.next();
-      txn.store(s_.slot(me->slot).ns, u64{0});
-    }
-  }
+  bool swept = true;
+  for (const auto& me : identities_) swept = swept && give_back(*me);
   for (auto& me : identities_) let_go(*me, swept);
 }
 

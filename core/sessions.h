@@ -108,6 +108,7 @@ class Session {
   void verify_alone(const Identity& me) const;
   bool take_slot(Identity& me) const;
   void let_go(Identity& me, bool swept) const;
+  bool give_back(const Identity& me);
   bool renew();
   void make(Op& op);
   void make_pending();

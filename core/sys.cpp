@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -201,6 +202,19 @@ bool ofd_held(int fd, u64 start, u64 length) {
   struct flock lock = range(F_WRLCK, start, length);
   if (fcntl(fd, F_OFD_GETLK, &lock) != 0) return true;
   return lock.l_type != F_UNLCK;
+}
+
+Witness::Witness(int fd) : fd_(fd) {
+  struct stat st{};
+  if (fstat(fd, &st) != 0) throw os_error("fstat of a segment", errno);
+  device_ = st.st_dev;
+  inode_ = st.st_ino;
+}
+
+bool Witness::gone(u64 start, u64 length) const {
+  if (ofd_held(fd_, start, length)) return false;
+  struct stat st{};
+  return fstat(fd_, &st) == 0 && st.st_dev == device_ && st.st_ino == inode_;
 }
 
 }  // namespace hostcache

@@ -63,6 +63,19 @@ void ofd_unlock(int fd, u64 start, u64 length);
 // succeeds and says unlocked is death: every error answers true.
 bool ofd_held(int fd, u64 start, u64 length);
 
+// Asks who holds what of one file. Foreign code may close our descriptor and open another file
+// under its number: then every answer is "held".
+class Witness {
+ public:
+  explicit Witness(int fd);
+  bool gone(u64 start, u64 length) const;  // nobody holds a lock in the range
+
+ private:
+  int fd_;
+  u64 device_ = 0;
+  u64 inode_ = 0;
+};
+
 inline u32* low_half(u64* word) {
   return reinterpret_cast<u32*>(word);  // little-endian: the half with the waiters bit
 }

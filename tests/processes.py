@@ -22,6 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hostcache as hc
+from helpers import store
+
 PARENT_DIES = 1  # prctl(PR_SET_PDEATHSIG)
 NEW_PID_NAMESPACE = 0x20000000  # unshare(CLONE_NEWPID)
 LOCK_AT = 12288  # of the segment file: the lock word, session id << 1 | waiters
@@ -59,6 +62,19 @@ def lock_word(path: str) -> int:
     with open(path, "rb") as segment:
         segment.seek(LOCK_AT)
         return int.from_bytes(segment.read(8), "little") >> 1
+
+
+def surely_store(cache: hc.KvCache, keys: Any) -> None:
+    """Also where a neighbour, on a loaded machine, keeps the lock longer than a call waits."""
+    count = len(keys)
+    assert wait_until(lambda: store(cache, keys) == count or cache.match(keys) == count)
+
+
+def surely_look_up(cache: hc.KvCache, keys: Any) -> hc.Lease:
+    """A lease of all of them, which are ready; see `surely_store`."""
+    leases = [cache.lookup(keys)]
+    assert wait_until(lambda: len(leases[-1]) == len(keys) or leases.append(cache.lookup(keys)))
+    return leases[-1]
 
 
 class Forked:

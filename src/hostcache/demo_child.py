@@ -48,9 +48,12 @@ def main() -> None:
         sys.stdin.read()
 
 
+# To the end of the process: whoever is killed can not close its cache either.
+_OPEN: list[CachedModel] = []
+
+
 def with_cache(model: Any, ids: torch.Tensor, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The answer through the cache, and what the cache did."""
-    # Left open: whoever is killed can not close it either.
     cached = CachedModel(
         model,
         job["cache"],
@@ -58,6 +61,7 @@ def with_cache(model: Any, ids: torch.Tensor, job: dict[str, Any]) -> tuple[Any,
         capacity=job["capacity_bytes"],
         root=job["root"],
     )
+    _OPEN.append(cached)
     output = cached.generate(ids, **_how())
     call = cached.last
     assert call is not None

@@ -20,7 +20,15 @@ import pytest
 
 import hostcache as hc
 from helpers import FORMAT, PAGE_COUNT, fill, holds_right_bytes, keys_of, page_of, store, unheld
-from processes import Forked, process_state, run_function, say, started
+from processes import (
+    Forked,
+    process_state,
+    run_function,
+    say,
+    started,
+    surely_look_up,
+    surely_store,
+)
 
 # Our timer is a thread, so CPython 3.12 and later warn of every fork.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -209,8 +217,8 @@ def forks_while_threads_hammer(root: str) -> None:
     ]
     for thread in threads:
         thread.start()
-    store(cache, READY)
-    lease = cache.lookup(READY)
+    surely_store(cache, READY)
+    lease = surely_look_up(cache, READY)
     codes = []
     for number in range(20):
         way = list(WAYS)[number % len(WAYS)] if number % 5 != 4 else "return"
@@ -219,8 +227,9 @@ def forks_while_threads_hammer(root: str) -> None:
             if number % 2:
                 session = cache.info["session"]
                 mine = keys_of(f"child/{number}", 3)
-                assert store(cache, mine) == 3
-                assert len(cache.lookup(mine)) == 3
+                surely_store(cache, mine)
+                mine_held = surely_look_up(cache, mine), cache.reserve(OWN)
+                assert mine_held
                 assert cache.info["session"] == session
             lease.release()
             end_as(way)

@@ -154,10 +154,16 @@ def big(root: str) -> Iterator[hc.KvCache]:
 
 
 @pytest.fixture
-def busy(big: hc.KvCache, root: str, tmp_path: Path) -> Iterator[Busy]:
-    busy = Busy(root, tmp_path / "busy", big.info["path"])
-    yield busy
-    busy.forked.kill()
+def start_busy(big: hc.KvCache, root: str, tmp_path: Path) -> Iterator[Callable[[], Busy]]:
+    started = []
+
+    def start() -> Busy:
+        started.append(Busy(root, tmp_path / "busy", big.info["path"]))
+        return started[-1]
+
+    yield start
+    for busy in started:
+        busy.forked.kill()
 
 
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -185,7 +191,7 @@ def look_on(cache: hc.KvCache, known: np.ndarray, lent: bytes, fresh: np.ndarray
 @forks
 @pytest.mark.parametrize("then", ["it resumes", "it is killed"])
 def test_a_session_is_stopped_inside_the_lock(
-    big: hc.KvCache, root: str, busy: Busy, then: str
+    big: hc.KvCache, root: str, start_busy: Callable[[], Busy], then: str
 ) -> None:
     known, mine, fresh = keys_of("known", 4), keys_of("mine", 4), keys_of("fresh", 4)
     with big.reserve(known) as reservation:
@@ -197,6 +203,7 @@ def test_a_session_is_stopped_inside_the_lock(
     fill(written, mine)
     view = lease.view(3)
     assert [len(hold) for hold in (lease, written, dropped, aborted, lent)] == [4, 4, 2, 4, 4]
+    busy = start_busy()
     assert busy.stop_inside(), "never caught inside the lock"
 
     token = lent.token()
@@ -220,13 +227,14 @@ def test_a_session_is_stopped_inside_the_lock(
         assert busy.forked.kill() == -9
     assert wait_until(lambda: big.match(mine) == 4)  # by the session's timer
     assert big.check() == []
+    assert busy.forked.kill() == -9
+    assert wait_until(lambda: big.stats().sessions == 1)
     part = big.claim(token, 0)
     assert part is not None
     part.abort()
     lease.release()
     assert bytes(view) == page_of(known[3], 64)
     del view
-    busy.forked.kill()
     assert unheld(big)
     stats = big.stats()
     assert (stats.sessions, stats.ready) == (1, 8)
@@ -238,9 +246,11 @@ def test_a_session_is_stopped_inside_the_lock(
 
 
 @forks
-def test_a_session_is_stopped_again_and_again(big: hc.KvCache, busy: Busy) -> None:
+def test_a_session_is_stopped_again_and_again(
+    big: hc.KvCache, start_busy: Callable[[], Busy]
+) -> None:
     """Wherever it is stopped, others are answered, and afterwards all is as it should be."""
-    keys = keys_of("mine", 4)
+    keys, busy = keys_of("mine", 4), start_busy()
     inside = rounds = 0
     while rounds < 20 or (inside < 3 and rounds < 500):
         rounds += 1
