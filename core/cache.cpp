@@ -144,7 +144,7 @@ void Cache::start(std::shared_ptr<Session> session) {
   Keeper::add(session);
   const MappedSegment& map = session->map();
   facts_ = {map.path(), map.name(), map.shape(), map.segment().geometry(), map.random()};
-  session_ = std::move(session);
+  exchange_session(std::move(session));
   generation_ = fork_generation();
 }
 
@@ -169,6 +169,12 @@ std::shared_ptr<Cache> Cache::open(OpenOptions options) {
   return cache;
 }
 
+std::shared_ptr<Session> Cache::exchange_session(std::shared_ptr<Session> next) {
+  const std::lock_guard<std::mutex> one(fork_mutex());
+  session_.swap(next);
+  return next;
+}
+
 Error Cache::closed_error() const {
   return Error(Code::lease_ended, "cache '" + options_.name + "' is closed; open it again");
 }
@@ -176,7 +182,8 @@ Error Cache::closed_error() const {
 std::shared_ptr<Session> Cache::session() {
   if (closed_) throw closed_error();
   if (generation_ != fork_generation()) adopt();
-  auto session = session_.load();
+  const std::lock_guard<std::mutex> one(fork_mutex());
+  auto session = session_;
   if (!session) throw closed_error();  // closed by another thread meanwhile
   return session;
 }
@@ -193,7 +200,7 @@ void Cache::adopt() {
     }
     try {
       if (inherited_ == nullptr)
-        inherited_ = new std::shared_ptr<Session>(session_.exchange(nullptr));
+        inherited_ = new std::shared_ptr<Session>(exchange_session(nullptr));
       const AttachLock lock(options_.root, options_.name, nullptr);
       auto session = std::make_shared<Session>((*inherited_)->map_ptr(), lock);
       name_session(*session);
@@ -353,7 +360,7 @@ std::vector<std::string> Cache::check() {
 void Cache::close() {
   if (closed_.exchange(true)) return;
   // Ours goes: the memory goes with the last view, which keeps the session by its hold.
-  const auto session = session_.exchange(nullptr);
+  const auto session = exchange_session(nullptr);
   if (session && session->ours()) close_session(*session);
   if (session && !session->ours()) new std::shared_ptr<Session>(session);  // the parent's: left
 }

@@ -111,7 +111,10 @@ class Cache {
 
   OpenOptions options_;
   Facts facts_;
-  std::atomic<std::shared_ptr<Session>> session_;
+  // Under the fork mutex. (libstdc++'s atomic shared_ptr spins on a bit that a child could inherit
+  // set.)
+  std::shared_ptr<Session> session_;
+  std::shared_ptr<Session> exchange_session(std::shared_ptr<Session> next);
   Error closed_error() const;
   std::shared_ptr<Session>* inherited_ = nullptr;  // the parent's: left behind, never ended here
   std::atomic<u32> generation_{0};

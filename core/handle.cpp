@@ -110,19 +110,27 @@ u32 Handle::make_now(Session& session, const std::shared_ptr<Op>& op, Patience p
   return 0;
 }
 
+// What is remembered is made before `ended_` is set: without memory for it nothing has happened.
 u32 Handle::finish_locked(bool ok, u32 count, Patience patience) {
-  ended_ = true;
-  if (what_.part < 0) return make_now(*session_, op(Op::Kind::end, false, 0), patience);
-  if (views_ == 0) return make_now(*session_, op(Op::Kind::finish, ok, count), patience);
   const bool write = what_.kind == HoldKind::write;
+  const bool taker = what_.part < 0;
+  const auto last = op(taker ? Op::Kind::end : Op::Kind::finish, ok, taker ? 0 : count);
+  if (taker || views_ == 0) {
+    ended_ = true;
+    return make_now(*session_, last, patience);
+  }
   if (write && ok && what_.parts == 0) {
     const auto keep = op(Op::Kind::keep, true, count);
-    after_views_ = op(Op::Kind::after_keep, true, count);
-    after_views_->of = keep;
+    last->kind = Op::Kind::after_keep;
+    last->of = keep;
+    ended_ = true;
+    after_views_ = last;
     return make_now(*session_, keep, patience);
   }
-  after_views_ = op(Op::Kind::finish, ok, count);
-  if (write && !ok) make_now(*session_, op(Op::Kind::spoil, false, 0), patience);
+  const auto spoil = write && !ok ? op(Op::Kind::spoil, false, 0) : nullptr;
+  ended_ = true;
+  after_views_ = last;
+  if (spoil) make_now(*session_, spoil, patience);
   return 0;
 }
 
@@ -207,14 +215,14 @@ Token read_token(const std::string& bytes) {
 
 void close_session(Session& session) {
   if (!session.ours() || session.closing.exchange(true)) return;
-  // Whoever was taking a hold has it in the list below, or took none: see Guard.
-  session.quiet();
   finish_closing(session);
 }
 
 // "With its last view": a page under a live view stays held, so the session stays too.
 void finish_closing(Session& session) {
-  if (!session.closing || session.left()) return;
+  // Once it is quiet, whoever was taking a hold has it in the list, and nobody takes one any more
+  // (see Guard). Otherwise the timer comes again.
+  if (!session.closing || session.left() || !session.quiet()) return;
   std::vector<std::shared_ptr<Handle>> handles;
   {
     const std::lock_guard<std::mutex> one(session.handles_mutex);

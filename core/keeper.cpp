@@ -44,7 +44,10 @@ void look_after(Session& session, bool sweep) {
   if (session.left()) return;
   if (session.has_pending()) session.drain(Session::Guard::Patience::wait);
   session.drop_stale();
-  if (sweep) session.sweep();
+  if (sweep) {
+    session.sweep();
+    session.finish_orphans();
+  }
   finish_closing(session);
 }
 
@@ -62,7 +65,11 @@ void run(State* mine) {
     const bool sweep = !pending && ++ticks % kTicksPerSweep == 0;
     bool more = false;
     for (const auto& session : sessions) {
-      look_after(*session, sweep);
+      try {
+        look_after(*session, sweep);
+      } catch (const std::exception&) {
+        continue;  // no memory now: the next tick tries again, the engine goes on
+      }
       more = more || session->has_pending();
     }
     sessions.clear();  // may end a session: outside the mutex
@@ -83,7 +90,12 @@ void start_thread() {
   sigset_t before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  state->thread = std::thread(run, state);
+  try {
+    state->thread = std::thread(run, state);
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 

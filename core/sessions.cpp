@@ -32,6 +32,8 @@ void hold_byte(const MappedSegment& map, Identity& me) {
     throw Error(Code::unsupported, "the file system of " + map.path() +
                                        " does not show open-file-description locks; use a tmpfs");
   KILL_POINT();
+  // No fork between the two: a child that inherits the page would keep the byte.
+  const std::lock_guard<std::mutex> no_fork(fork_mutex());
   me.live_page = mmap(nullptr, kMemoryPage, PROT_READ, MAP_SHARED, me.live.get(), 0);
   if (me.live_page == MAP_FAILED) {
     me.live_page = nullptr;
@@ -354,6 +356,16 @@ u32 Session::sweep() {
     if (id != 0 && lock_.session_dead(id) && sweep_one(i, id)) ++swept;
   }
   return swept;
+}
+
+// What a failed allocation left half given back while its session lives on.
+void Session::finish_orphans() {
+  for (bool done = false; !done;) {
+    const Guard guard(*this, Guard::Patience::wait);
+    if (!guard) return;
+    Txn txn(s_);
+    done = holds_.sweep_step(txn, 0);
+  }
 }
 
 void Session::drop_stale() {

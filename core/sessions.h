@@ -69,6 +69,7 @@ class Session {
 
   // Takes back what dead sessions held, in steps, letting the lock go between them.
   u32 sweep();
+  void finish_orphans();
   void drop_stale();  // one bounded step of giving back what a clear left
 
   // Joins, and if needed makes, the record of a namespace. Throws no_room, busy.

@@ -83,6 +83,8 @@ u32 fork_generation() {
   return generation;
 }
 
+std::mutex& fork_mutex() { return private_fds().mutex; }
+
 PrivateFd::PrivateFd(const std::string& path, int flags) : generation_(fork_generation()) {
   PrivateFds& fds = private_fds();
   // No fork between open and the note of it.

@@ -1,6 +1,7 @@
 // The system calls that the core rests on, each with its errors told apart.
 #pragma once
 
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -25,6 +26,10 @@ class Fd {
 
 // Raised in the child handler of fork: what was made before it is the parent's.
 u32 fork_generation();
+
+// Held by the forking thread through every fork: what it guards is never seen half changed in the
+// child. For short pieces without calls into anything else.
+std::mutex& fork_mutex();
 
 // A descriptor whose lock must die with this process: a forked child closes it at once, whichever
 // thread opened it, and what the child inherits of this object does nothing. Opened 0600.

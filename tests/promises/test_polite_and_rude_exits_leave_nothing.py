@@ -152,12 +152,7 @@ RUDE: dict[str, tuple[Callable[[], object], int]] = {
     "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), -signal.SIGTERM),
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
     "SIGTERM in a wait": (term_while_waiting, -signal.SIGTERM),
-    "SIGTERM with busy daemon threads": (
-        lambda: busy_daemons(lambda: os.kill(os.getpid(), signal.SIGTERM)),
-        -signal.SIGTERM,
-    ),
     "os._exit with busy daemon threads": (lambda: busy_daemons(lambda: os._exit(3)), 3),
-    "os._exit in a thread": (lambda: in_a_thread(lambda: os._exit(3)).join(), 3),
     "exec": (exec_another_program, 0),
 }
 
@@ -165,7 +160,6 @@ POLITE: dict[str, tuple[Callable[[], object], int]] = {
     "return": (lambda: None, 0),
     "sys.exit": (lambda: sys.exit(5), 5),
     "a handler of SIGTERM": (exit_by_handler, 4),
-    "sys.exit in a thread": (lambda: in_a_thread(lambda: sys.exit(5)).join(), 0),
     "busy daemon threads": (lambda: busy_daemons(lambda: None), 0),
     "all dropped": (kept.clear, 0),
     "all used in an exit handler": (lambda: atexit.register(uses_everything), 0),

@@ -4,12 +4,15 @@ that merely inherited from a session, removes anything or keeps a dead session a
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import hostcache as hc
 from helpers import FORMAT, PAGE_COUNT, holds_right_bytes, keys_of, store, unheld
 from processes import command_of, process_state, run_function, say, started, wait_until
 
-METHODS = ("spawn", "fork", "forkserver")
+METHODS = ("spawn", "fork", "forkserver", "spawn")
 
 
 def opened(root: str) -> hc.KvCache:
@@ -38,12 +41,12 @@ def reads_and_stores(root: str, reads: list[str], writes: str) -> None:
         assert store(cache, keys_of(writes, 3)) == 3
 
 
-def shares_with_all(root: str, first: str) -> None:
+def shares_with_all(root: str) -> None:
     """Starts the others one after another by every method; each reads what all before stored."""
     with opened(root) as cache:
         assert store(cache, keys_of("mine", 3)) == 3
         done = ["mine"]
-        for method in METHODS[METHODS.index(first) :] + METHODS[: METHODS.index(first)]:
+        for method in METHODS:
             context: Any = multiprocessing.get_context(method)
             name = f"{method}/{len(done)}"
             other = context.Process(target=reads_and_stores, args=(root, list(done), name))
@@ -63,12 +66,9 @@ def shares_with_all(root: str, first: str) -> None:
         assert cache.check() == []
 
 
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(m, marks=[pytest.mark.portable] if m == "spawn" else []) for m in METHODS],
-)
-def test_processes_of_every_start_share(root: str, first: str) -> None:
-    ended = run_function(shares_with_all, root, first)
+@pytest.mark.portable
+def test_processes_of_every_start_share(root: str) -> None:
+    ended = run_function(shares_with_all, root)
     # The tracker writes when its last client is gone; its end of the pipe was waited for too.
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert sorted(os.listdir(root)) == [".chat.lock", "chat"]
@@ -113,7 +113,13 @@ def test_no_tracker_removes_what_others_use(root: str, way: str) -> None:
 
 # ---------------------------------------------------------------- what must not keep it alive
 
-SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+SLEEPER = [shutil.which("sleep") or "/bin/sleep", "600"]
+
+
+def open_files(pid: int) -> Iterator[str]:
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            yield os.readlink(f"/proc/{pid}/fd/{number}")
 
 
 def starts_a_sleeper(root: str, how: str, said: str) -> None:
@@ -126,11 +132,11 @@ def starts_a_sleeper(root: str, how: str, said: str) -> None:
     elif how == "all descriptors":
         pid = subprocess.Popen(SLEEPER, close_fds=False).pid
     elif how == "posix_spawn":
-        pid = os.posix_spawn(sys.executable, SLEEPER, os.environ)
+        pid = os.posix_spawn(SLEEPER[0], SLEEPER, os.environ)
     else:
         pid = os.fork()
         if pid == 0:
-            os.execv(sys.executable, SLEEPER)
+            os.execv(SLEEPER[0], SLEEPER)
     # Through its exec: until then it is a copy of its parent, which keeps it alive for a while.
     assert wait_until(lambda: b"600" in Path(f"/proc/{pid}/cmdline").read_bytes())
     say(said, pid)
@@ -145,9 +151,7 @@ def test_a_child_program_does_not_keep_a_session_alive(root: str, tmp_path: Path
         with started(tmp_path / "said", starts_a_sleeper, root, how) as (process, pids):
             sleeper = pids[0]
             assert len(cache.reserve(keys_of("theirs", 3)).pending) == 3
-            files = os.listdir(f"/proc/{sleeper}/fd")
-            leads_to = [os.readlink(f"/proc/{sleeper}/fd/{number}") for number in files]
-            assert not [place for place in leads_to if root in place]
+            assert not [place for place in open_files(sleeper) if root in place]
             process.kill()
             process.wait()
             assert cache.wait(keys_of("theirs", 3), 60) == 0
