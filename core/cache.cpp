@@ -40,7 +40,7 @@ Found look_at(const std::string& path, const std::string& name) {
     return found;
   }
   found.exists = true;
-  found.verdict = judge(found.fd.get(), name);
+  found.verdict = judge(found.fd.get(), name, path);
   found.living = ofd_held(found.fd.get(), kLivenessBase, 0);
   return found;
 }
@@ -61,7 +61,8 @@ void Cache::refuse_other_shape(const Shape& found) const {
   const Shape& asked = options_.shape;
   if (asked.page_bytes == 0) return;
   const std::string what = "cache '" + options_.name + "' has pages of ";
-  const std::string next = "; open it with its own format, or run: hostcache rm " + options_.name;
+  const std::string next = "; open it with its own format, or run: hostcache rm " + options_.name +
+                           in_root(options_.root);
   if (asked.page_bytes != found.page_bytes)
     throw Error(Code::format_mismatch, what + std::to_string(found.page_bytes) + " bytes, " +
                                            std::to_string(asked.page_bytes) + " were asked for" +
@@ -95,12 +96,13 @@ bool Cache::attach_once() {
   Found found = look_at(path, options_.name);
   if (!found.exists && options_.mode == "attach")
     throw Error(Code::cache_not_found, "there is no cache '" + options_.name + "' in " +
-                                           options_.root + "; hostcache ls lists what there is");
+                                           options_.root + "; hostcache ls" +
+                                           in_root(options_.root) + " lists what there is");
   const bool usable = found.exists && found.verdict.standing == Standing::usable;
   if (usable && options_.mode == "create")
     throw Error(Code::cache_exists, "'" + options_.name + "' exists in " + options_.root +
                                         "; open or attach to it, or run: hostcache rm " +
-                                        options_.name);
+                                        options_.name + in_root(options_.root));
   if (found.exists && !usable) {
     const Verdict& v = found.verdict;
     if (v.standing == Standing::foreign || options_.mode == "attach" || found.living)
@@ -346,7 +348,7 @@ std::vector<std::string> Cache::check() {
       throw Error(Code::busy, "the table lock of cache '" + options_.name +
                                   "' could not be had in 2 s; is a process stopped inside it? "
                                   "hostcache stat " +
-                                  options_.name + " lists the sessions");
+                                  options_.name + in_root(options_.root) + " lists the sessions");
     sleep_ns(kAgainNs);
   } while (true);
   const Segment still(reinterpret_cast<u8*>(copy.data()), live.geometry());
@@ -371,7 +373,7 @@ Peek peek(const std::string& root, const std::string& name) {
   const Fd fd = open_segment_file(out.path, name, true);
   struct stat st{};
   if (fstat(fd.get(), &st) == 0) out.size_bytes = static_cast<u64>(st.st_size);
-  out.verdict = judge(fd.get(), name);
+  out.verdict = judge(fd.get(), name, out.path);
   out.living = ofd_held(fd.get(), kLivenessBase, 0);
   return out;
 }
@@ -433,10 +435,10 @@ void remove_name(const std::string& root, const std::string& name, bool force,
                                        ")");
   const Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   if (!force && fd && ofd_held(fd.get(), kLivenessBase, 0))
-    throw Error(Code::busy, "sessions live in cache '" + name +
-                                "'; end them, or take the name away all the same: hostcache rm "
-                                "--force " +
-                                name);
+    throw Error(Code::busy,
+                "sessions live in cache '" + name +
+                    "'; end them, or take the name away all the same: hostcache rm --force " +
+                    name + in_root(root));
   KILL_POINT();
   if (unlink(path.c_str()) != 0) throw os_error("unlink " + path, errno);
   lock.remove_file();

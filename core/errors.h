@@ -33,6 +33,9 @@ class Error : public std::runtime_error {
 // The failed system call, what it was about, and the errno in words.
 Error os_error(const std::string& doing, int error);
 
+// Behind a command that a message names: " --root FOLDER", so that it means this cache.
+std::string in_root(const std::string& root);
+
 // "4.0 GiB (4294967296 bytes)"
 std::string bytes_text(unsigned long long bytes);
 

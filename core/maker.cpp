@@ -198,7 +198,8 @@ void make_segment(int root_fd, const std::string& root, const std::string& name,
   if (linkat(AT_FDCWD, self.c_str(), root_fd, name.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     if (errno == EEXIST)
       throw Error(Code::cache_exists, "'" + name + "' exists in " + root +
-                                          "; open or attach to it, or run: hostcache rm " + name);
+                                          "; open or attach to it, or run: hostcache rm " + name +
+                                          in_root(root));
     throw os_error("link '" + name + "' into " + root, errno);
   }
   KILL_POINT();

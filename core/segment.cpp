@@ -20,6 +20,8 @@ namespace {
 
 constexpr u64 kMaxSegment = u64{1} << 46;
 
+std::string folder_of(const std::string& path) { return path.substr(0, path.rfind('/')); }
+
 constexpr u64 round_up(u64 value, u64 unit) { return (value + unit - 1) / unit * unit; }
 
 void refuse_shape(const Shape& s) {
@@ -127,7 +129,7 @@ Fd open_segment_file(const std::string& path, const std::string& name, bool writ
     throw Error(Code::not_allowed, "'" + name + "' has mode " + mode +
                                        ", a segment has 0600: others could have written to it; "
                                        "remove it: hostcache rm " +
-                                       name);
+                                       name + in_root(folder_of(path)));
   }
   return fd;
 }
@@ -176,7 +178,8 @@ Verdict judge_body(Verdict v, int fd, const struct stat& st, const std::string& 
 
 }  // namespace
 
-Verdict judge(int fd, const std::string& name) {
+namespace {
+Verdict judge_all(int fd, const std::string& name, const std::string& path) {
   Verdict v;
   struct stat st{};
   if (fstat(fd, &st) != 0) throw os_error("fstat '" + name + "'", errno);
@@ -186,7 +189,8 @@ Verdict judge(int fd, const std::string& name) {
     return refused(
         v, Standing::foreign,
         "file '" + name + "' (" + std::to_string(st.st_size) +
-            " bytes) is not a hostcache segment; if nobody needs it, run: hostcache rm " + name);
+            " bytes) is not a hostcache segment; if nobody needs it, run: hostcache rm " + name +
+            in_root(folder_of(path)));
   u8 boot[16];
   boot_id(boot);
   if (std::memcmp(boot, p.boot_id, 16) != 0)
@@ -196,12 +200,22 @@ Verdict judge(int fd, const std::string& name) {
                    "segment '" + name + "' has format " + std::to_string(p.format) + " kind " +
                        std::to_string(p.kind) + ", this build reads format " +
                        std::to_string(kFormat) + " kind " + std::to_string(kKindPages) +
-                       "; stop the engines that use it, then run: hostcache rm " + name);
+                       "; stop the engines that use it, then run: hostcache rm " + name +
+                       in_root(folder_of(path)));
   if (got != static_cast<ssize_t>(sizeof v.header))
     return refused(
         v, Standing::damaged,
         "segment '" + name + "' ends inside its header, at " + std::to_string(got) + " bytes");
   return judge_body(std::move(v), fd, st, name);
+}
+}  // namespace
+
+Verdict judge(int fd, const std::string& name, const std::string& path) {
+  Verdict v = judge_all(fd, name, path);
+  if (v.standing == Standing::damaged || v.standing == Standing::other_boot)
+    v.problem +=
+        "; open makes it anew, hostcache rm " + name + in_root(folder_of(path)) + " removes it";
+  return v;
 }
 
 namespace {

@@ -38,7 +38,7 @@ struct Verdict {
 
 // Reads, never maps: a truncated file can not fault. Throws not_allowed for a file that another
 // user owns or others may open, cache_not_found where there is none.
-Verdict judge(int fd, const std::string& name);
+Verdict judge(int fd, const std::string& name, const std::string& path);
 Fd open_segment_file(const std::string& path, const std::string& name, bool writable);
 
 // Ordered access to words that other processes read without the lock.
@@ -136,6 +136,7 @@ class MappedSegment {
   int fd() const { return fd_.get(); }
   const std::string& path() const { return path_; }
   const std::string& name() const { return name_; }
+  std::string root() const { return path_.substr(0, path_.rfind('/')); }
   const Shape& shape() const { return shape_; }
   u64 random() const { return random_; }
   bool name_leads_here() const;

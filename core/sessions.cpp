@@ -108,7 +108,7 @@ Error Session::no_slot() const {
                                   map_->name() +
                                   "' are taken by living sessions; close some (hostcache "
                                   "stat " +
-                                  map_->name() + " lists them)");
+                                  map_->name() + in_root(map_->root()) + " lists them)");
 }
 
 // Nobody lives: undo an open log, verify every invariant, and give back all that was held. Who
@@ -121,8 +121,9 @@ void Session::verify_alone(const Identity& me) const {
   if (!findings.empty()) {
     std::string what = "cache '" + map_->name() + "' does not verify: " + findings.front();
     if (findings.size() > 1) what += " (and " + std::to_string(findings.size() - 1) + " more)";
-    throw Error(Code::damaged, what + "; hostcache check " + map_->name() +
-                                   " lists all, hostcache rm " + map_->name() + " removes it");
+    throw Error(Code::damaged, what + "; hostcache check " + map_->name() + in_root(map_->root()) +
+                                   " lists all, hostcache rm " + map_->name() +
+                                   in_root(map_->root()) + " removes it");
   }
   u64 dead = 0;
   {
@@ -207,8 +208,7 @@ void Session::leave() {
 bool Session::renew() {
   const std::lock_guard one(identities_mutex_);
   try {
-    const std::string root = map_->path().substr(0, map_->path().rfind('/'));
-    const AttachLock lock(root, map_->name(), nullptr);
+    const AttachLock lock(map_->root(), map_->name(), nullptr);
     take_identity();
     return true;
   } catch (const Moved&) {
@@ -441,7 +441,7 @@ void Session::join_namespace(const u8 digest[32], const std::string& label) {
   throw Error(Code::busy, "the table lock of cache '" + map_->name() +
                               "' could not be had in 2 s; is a process stopped inside it? "
                               "hostcache stat " +
-                              map_->name() + " lists the sessions");
+                              map_->name() + in_root(map_->root()) + " lists the sessions");
 }
 
 }  // namespace hostcache

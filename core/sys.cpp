@@ -25,6 +25,8 @@ Error os_error(const std::string& doing, int error) {
                doing + ": " + std::strerror(error) + " (errno " + std::to_string(error) + ")");
 }
 
+std::string in_root(const std::string& root) { return " --root " + root; }
+
 std::string bytes_text(unsigned long long bytes) {
   constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
   if (bytes < 1024) return std::to_string(bytes) + " bytes";

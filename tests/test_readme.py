@@ -40,6 +40,10 @@ def test_the_example_is_cold_once_and_warm_then(root: str) -> None:
         assert f"`{line}`" in README.read_text()
 
 
+def test_nothing_is_left_to_be_filled_in() -> None:
+    assert "DEMO_OUTPUT" not in README.read_text()
+
+
 def test_the_example_has_about_fifteen_lines() -> None:
     lines = [line for line in example().splitlines() if line.strip()]
     assert len(lines) <= 18

@@ -20,7 +20,7 @@ Look at the caches of this machine, and tidy them.
 
 A cache is shared memory that the engines of one user fill and read together. It has a name, and
 stays when they end: `hostcache ls` shows what there is, `hostcache rm` gives its memory back.
-Looking changes nothing and works whether engines run or not."""
+Looking changes no page and works whether engines run or not."""
 
 _AFTER = f"""\
 A root is the folder where caches lie: --root, else the variable {ROOT_VARIABLE}, else

@@ -100,9 +100,10 @@ def _refuse_unsafe(path: str, status: os.stat_result) -> None:
             f"user {os.geteuid()}; {inside}"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        shared = status.st_mode & stat.S_ISVTX  # meant for many: its right is not ours to take
         raise NotAllowed(
             f"the root {path!r} has mode {mode}, so others than its owner (user {status.st_uid}) "
-            f"may write there; {inside}, or take their right away: chmod go-w {path}"
+            f"may write there; {inside}" + ("" if shared else f", or run: chmod go-w {path}")
         )
 
 
@@ -116,10 +117,9 @@ def check_name(name: str) -> str:
         raise BadValue(f"name {name!r} has a slash: a name is no path, name the folder by root=")
     if name.startswith("."):
         raise BadValue(f"name {name!r} starts with a dot; names like that are kept for lock files")
-    raise BadValue(
-        f"name {name!r} has {len(name)} characters; a name is 1 to 100 of "
-        "letters, digits, '.', '_' and '-'"
-    )
+    odd = sorted({c for c in name if not re.fullmatch("[A-Za-z0-9._-]", c)})
+    what = f"has {odd[0]!r}" if odd else f"has {len(name)} characters"
+    raise BadValue(f"name {name!r} {what}; a name is 1 to 100 of letters, digits, '.', '_' and '-'")
 
 
 def parse_bytes(size: int | str, what: str = "size") -> int:

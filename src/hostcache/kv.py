@@ -21,6 +21,7 @@ from hostcache.pages import Lease, Nothing, PageFormat, Part, Reservation
 from hostcache.stats import Stats
 
 MOST_PARTS = 64
+MOST_PAGES = 2**30
 
 _log = logging.getLogger("hostcache")
 
@@ -329,8 +330,8 @@ def _page_count(page_format: PageFormat, capacity: int | str | None, page_count:
             )
     else:
         count = whole_number(cast("int", page_count), "page_count")
-    if not 1 <= count < 2**31:
-        raise BadValue(f"page_count is {count}, a cache has 1 to {2**31 - 1} pages")
+    if not 1 <= count <= MOST_PAGES:
+        raise BadValue(f"page_count is {count}, a cache has 1 to {MOST_PAGES} pages")
     return count
 
 
