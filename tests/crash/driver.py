@@ -25,7 +25,7 @@ sys.path[:0] = [sys.argv[1], str(Path(__file__).parent)]
 # An editable install finds its package before any path does.
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith("Scikit")]
 
-from scenarios import SCENARIOS, Scenario, World, pattern, prompt  # noqa: E402
+from scenarios import FORMAT, SCENARIOS, Scenario, World, pattern, prompt  # noqa: E402
 
 import hostcache as hc  # noqa: E402
 from hostcache import _core  # noqa: E402
@@ -144,7 +144,15 @@ def try_at(scenario: Scenario, mode: str, at: int, repair_at: int = 0) -> tuple[
             return died, [f"the cache was replaced: {cache.info['replaced']}"]
         wrong = judge(cache, ready if scenario.keeps else [], scenario.pages < 1000)
         cache.close()
-        return died, wrong
+        return died, wrong + judge_another(trial.root)
+
+
+def judge_another(root: str) -> list[str]:
+    """A cache whose maker or remover died is there whole or not at all, and can be made."""
+    there = [f"{info.name}: {info.problem}" for info in hc.caches(root) if info.problem]
+    with hc.KvCache.open("another", FORMAT, page_count=4, root=root) as another:
+        replaced = [another.info["replaced"]] if another.info["replaced"] else []
+        return there + replaced + another.check()
 
 
 def chosen(points: list[str], which: str) -> list[int]:

@@ -199,7 +199,13 @@ def new_namespace(world: World) -> None:
     hc.KvCache.open(NAME, FORMAT, page_count=PAGES, root=world.root, namespace=other).close()
 
 
+def make_another(world: World) -> None:
+    hc.KvCache.open("another", FORMAT, page_count=4, root=world.root).close()
+
+
 SCENARIOS = {
+    "make": Scenario(two_prompts, make_another),
+    "remove": Scenario(make_another, lambda world: hc.remove("another", world.root)),
     "open": Scenario(two_prompts, lambda world: world.open().close()),
     "namespace": Scenario(two_prompts, new_namespace),
     "close": Scenario(reserved, lambda world: world.cache.close()),
